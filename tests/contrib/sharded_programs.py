@@ -326,6 +326,36 @@ def scaled(kind, rank):
     return seen, [p.detach() for p in ps]
 
 
+def scaler_of_more_ranks(how, rank):
+    """Two optimizers of two ranks each, a scaler for all, an inf on rank 0; was a step taken?"""
+    param = nn.Parameter(torch.ones(9))
+    optimizer = DistributedFusedAdam([param], lr=0.5, process_group=pair(rank))
+    scaler = GradScaler("cpu", 4.0, process_group=dist.group.WORLD)
+    scaler.scale((param * (torch.inf if rank == 0 else 1.0)).sum()).backward()
+    if how == "told":
+        optimizer.unscale_grads(grad_scaler=scaler)
+    elif how == "unscale":
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), param[0].item()
+
+
+def global_scale(how, rank):
+    """LAMB with a scale of its own and a scaler: the norm of four gradients of 1."""
+    param = nn.Parameter(torch.ones(4))
+    optimizer = DistributedFusedLAMB([param])
+    optimizer.set_global_scale(8.0)
+    scaler = GradScaler("cpu", 1024.0)
+    scaler.scale(torch.zeros(()))
+    (8.0 * param).sum().backward()
+    if how == "told":
+        optimizer.unscale_grads(grad_scaler=scaler)
+    else:
+        scaler.unscale_(optimizer)
+    return optimizer.grad_norm().item()
+
+
 def one_rank(device, folder):
     """One process of its own: FusedAdam's bits, and on a GPU the host waits for no flag."""
     for options, dtypes in (({}, MIXED), (REMAINDERS, (BFLOAT,)), ({"capturable": True}, MIXED)):

@@ -176,6 +176,17 @@ def test_an_inf_on_one_rank_skips_on_all(four, kind):
     assert_all_are([weights for _, weights in answers], answers[0][1])
 
 
+@pytest.mark.parametrize("how", ["step", "unscale", "told"])
+def test_a_scaler_of_more_ranks_than_the_optimizers(four, how):
+    answers = four.run(functools.partial(programs.scaler_of_more_ranks, how))
+    assert answers == [(2.0, 1.0)] * 4
+
+
+@pytest.mark.parametrize("how", ["unscale", "told"])
+def test_the_scale_of_lamb_counts_instead_of_the_scalers(four, how):
+    assert four.run(functools.partial(programs.global_scale, how)) == [2.0] * 4
+
+
 def test_the_program_of_the_page(four):
     answers = four.run(functools.partial(programs.recipe, PAGE))
     assert len({answer[:3] for answer in answers}) == 1

@@ -75,13 +75,15 @@ def to_f16(x):
 
 
 def joined(low, high):
-    """Two 16-bit numbers as one of 32 bits."""
-    return low.astype("u4") | (high.astype("u4") << np.uint32(16))
+    """Two numbers as one of twice as many bits."""
+    wide, bits = f"u{2 * low.itemsize}", 8 * low.itemsize
+    return low.astype(wide) | (high.astype(wide) << np.array(bits, wide))
 
 
 def halves(bits):
-    """The lower and the upper 16 bits."""
-    return bits.astype("u2"), (bits >> np.uint32(16)).astype("u2")
+    """The lower and the upper half of unsigned numbers."""
+    half = bits.itemsize // 2
+    return bits.astype(f"u{half}"), (bits >> np.array(8 * half, bits.dtype)).astype(f"u{half}")
 
 
 WIDEN = {"f16": from_f16, "bf16": from_bf16, "s16": lambda bits: bits}

@@ -68,6 +68,26 @@ $L__loop:
     assert not sums[32:].any()
 
 
+def test_registers_are_taken_apart_and_joined():
+    body = """
+	cvt.u64.u32 	%rd5, %r1;
+	shl.b64 	%rd5, %rd5, 32;
+	cvt.u64.u32 	%rd6, %r2;
+	or.b64 	%rd5, %rd5, %rd6;
+	mov.b64 	{_, %r5}, %rd5;
+	mov.b64 	%rd6, {%r2, %r5};
+	setp.eq.b64 	%p1, %rd5, %rd6;
+	mov.b32 	{%rs1, %rs2}, 327681;
+	mov.b32 	%r6, {%rs2, %rs1};
+	sub.s32 	%r6, %r6, 65541;
+	add.s32 	%r5, %r5, %r6;
+	@%p1 st.global.b32 	[%rd4], %r5;
+"""
+    numbers, found = two()
+    ran(body, numbers, found)
+    assert torch.equal(found, numbers)
+
+
 def test_programs_that_branch_differently_and_threads_that_do():
     _, found = two()
     body = """
@@ -138,6 +158,22 @@ FAULTS = {
     "writes what thread 0 of program 0 wrote with another": "	setp.eq.b32 %p1, %r2, 1;\n"
     "	@%p1 bra $L__end;\n$L__end:\n	add.s32 %r5, %r2, 1;\n	st.global.b32 [%rd4], %r5;\n",
 }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "setp.lt.and.s32 %p1, %r1, 5, %p2", "setp.hi.u32 %p1, %r1, 5", "sad.s32 %r1, %r1, %r1, %r1",
+        "ld.volatile.shared.b32 %r1, [%r3]", "bar.sync 1", "shfl.sync.up.b32 %r5, %r1, 1, 0, -1",
+        "atom.global.add.u32 %r5, [%rd4], 1", "fma.rz.f32 %r5, %r1, %r1, %r1",
+        "st.local.b32 [%r1], %r1",
+    ],
+)  # fmt: skip
+def test_an_instruction_that_is_not_interpreted_is_named(text):
+    with pytest.raises(
+        NotImplementedError, match=f"PTX instruction {text.split()[0]} at planted.py"
+    ):
+        ran(f"	{text};\n", *two())
 
 
 @pytest.mark.parametrize("words", FAULTS)

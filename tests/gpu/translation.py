@@ -172,18 +172,24 @@ class _Writer:
             )
             return
         special = getattr(self, f"_do_{one.parts[0]}", None)
-        if special is None or special(one, guard, *one.operands) is NotImplemented:
+        try:
+            known = special and special(one, guard, *one.operands) is not NotImplemented
+        except (KeyError, IndexError, TypeError, ValueError):
+            known = False  # other words, or more operands, than a method expects
+        if not known:
             raise NotImplementedError(f"PTX instruction {one.name} at {one.line}")
 
     def _do_mov(self, one, guard, to, source):
+        kind = VIEWS[one.parts[-1]]
+        half = f"u{int(kind[1:]) // 2}" if "{" in to + source else kind
         if source.startswith("{"):
-            low, high = (self.read(word, "u2") for word in ptx.members(source))
-            self.write(to, "u4", f"joined({low}, {high})", guard)
+            low, high = (self.read(word, half) for word in ptx.members(source))
+            self.write(to, kind, f"joined({low}, {high})", guard)
         elif to.startswith("{"):
-            self.lines.append(f"loaded = halves({self.read(source, 'u4')})")
-            self._loaded(to, "u2", guard)
+            self.lines.append(f"loaded = halves({self.read(source, kind)})")
+            self._loaded(to, half, guard)
         else:
-            self.write(to, VIEWS[one.parts[-1]], self.read(source, VIEWS[one.parts[-1]]), guard)
+            self.write(to, kind, self.read(source, kind), guard)
 
     def _do_setp(self, one, guard, to, a, b):
         view = "u2" if one.parts[-1] in ("f16", "bf16") else VIEWS[one.parts[-1]]
@@ -192,6 +198,8 @@ class _Writer:
 
     def _do_ld(self, one, guard, to, source):
         kind, names = VIEWS[one.parts[-1]], ptx.members(to)
+        if one.parts[1] not in ("param", "global", "shared"):
+            return NotImplemented
         if one.parts[1] == "param":
             text = f"G.launch.parameters['{source.strip('[] ')}'].view('{kind}')"
             wide = f"{kind[0]}{self.kernel.view(to)[1:]}"
@@ -201,16 +209,17 @@ class _Writer:
             active = self._active(guard)
             self._call("load", repr(one.parts[1]), self._address(source), size, len(names), active)
             self._loaded(to, kind, guard)
+        return None
 
     def _do_st(self, one, guard, to, source):
-        size = ptx.BYTES[one.parts[-1]]
+        if one.parts[1] not in ("global", "shared"):
+            return NotImplemented
+        size, space = ptx.BYTES[one.parts[-1]], repr(one.parts[1])
         values = self._values(source, f"u{size}")
-        self._call(
-            "store", repr(one.parts[1]), self._address(to), size, values, self._active(guard)
-        )
+        return self._call("store", space, self._address(to), size, values, self._active(guard))
 
     def _do_bar(self, one, guard, number):
-        if guard or one.name != "bar.sync":
+        if guard or one.name != "bar.sync" or number != "0":
             return NotImplemented
         return self._call("barrier", self._active(""))
 

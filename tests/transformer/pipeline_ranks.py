@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from apex.transformer import parallel_state as state
 from apex.transformer import pipeline_parallel
+from apex.transformer.amp import GradScaler
 from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import p2p_communication as p2p
 from apex.transformer.pipeline_parallel import utils
@@ -63,13 +64,6 @@ def _plain(stages, batch):
     return losses, [[p.grad for p in part.parameters()] for part in model]
 
 
-class Scaler:
-    """Scales by 8."""
-
-    def scale(self, loss):
-        return 8 * loss
-
-
 def _calculator(data=1):
     utils._reconfigure_microbatch_calculator(
         dist.get_rank(), None, MICRO * SAMPLES * data, SAMPLES, data
@@ -102,10 +96,11 @@ def schedule(stages, options, rank):
                 calls.append("exit")
 
             options["custom_sync_context_handler"] = context
+        scaler = GradScaler(8.0) if scaled else None
         reported = run(
             _step, [_batch(copy)], models, tensor_shape=SHAPE, dtype=torch.float64,
             forward_only=options.pop("forward_only", False),
-            grad_scaler=Scaler() if scaled else None, **options,
+            grad_scaler=scaler, **options,
         )  # fmt: skip
         found = [p.grad for p in models[0].parameters()]
         alone = [_plain(stages, _batch(other)) for other in range(4 // stages)]
@@ -123,6 +118,8 @@ def schedule(stages, options, rank):
             if gradient is not None:
                 factor = 8 if scaled else 1
                 tolerance.assert_close_to_largest(gradient, factor * exact, CLOSE)
+        if scaler is not None:  # on stages without a loss, too
+            scaler.step(torch.optim.SGD(models[0].parameters()))
         return [gradient is not None for gradient in found], calls, FLAGS
 
 
@@ -268,11 +265,18 @@ def neighbours(rank):
         assert p2p.send_forward_backward_recv_forward_backward(None, None, False, False, ()) == (
             None, None,
         )  # fmt: skip
-        return [
+        texts = [
             said(p2p.recv_backward),
             said(p2p.recv_forward, (2, 3), async_comm=1),
             said(p2p.send_forward_recv_forward, x, True, (2, 3), overlap_p2p_comm=True),
         ]
+    with parallel(1, 2):  # the stage before is the next one
+        other = 1.0 - state.get_pipeline_model_parallel_rank()
+        both = p2p.send_forward_backward_recv_forward_backward(
+            torch.tensor([1.0 - other]), torch.tensor([11.0 - other]), True, True, (1,)
+        )
+        assert [t.item() for t in both] == [other, 10.0 + other]
+    return texts
 
 
 def helpers(rank):
@@ -295,7 +299,7 @@ def helpers(rank):
             said(run, _step, None, [model, model], forward_only=True, tensor_shape=(1,)),
             said(run, _step, None, [model], forward_only=True),
             said(run, _step, None, [model], forward_only=True, tensor_shap=(1,)),
-            said(utils.get_kth_microbatch, [torch.ones(11)], 6),
+            said(utils.get_kth_microbatch, [torch.ones(11)], 5),
             said(pipeline_parallel.get_forward_backward_func, 2, 2),
             said(build, commons.model_provider_func, True, 2, ModelType.encoder_or_decoder, 4),
             said(build, lambda **k: model, True, None, ModelType.encoder_and_decoder),

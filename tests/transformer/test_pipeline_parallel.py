@@ -1,6 +1,7 @@
 """Pipelines of two and four stages beside one process, and the functions around them."""
 
 import functools
+import unittest
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_norms_means_and_refusals(four):
                 "2 models on one stage; pass one",
                 "tensor_shape is None; pass (sequence, micro_batch, features)",
                 "there is no argument tensor_shap.",
-                "micro-batch 6 of 2 samples is not in a batch of [11]; pass 6 micro-batches",
+                "micro-batch 5 of 2 samples is not in a batch of [11]; pass 6 micro-batches",
                 "use torch.distributed.pipelining.ScheduleInterleaved1F1B",
                 "use torch.distributed.pipelining.ScheduleInterleaved1F1B",
                 "pipeline_model_parallel_split_rank_=...",
@@ -197,6 +198,13 @@ class Cases(DistributedTestBase):
         torch.distributed.all_reduce(total)
         self.assertEqual(total, torch.tensor([float(self.world_size)]))  # noqa: PT009
         self.assertEqual(self.rank, torch.distributed.get_rank())  # noqa: PT009
+        self.assertEqual(total, [2.0])  # noqa: PT009
+        self.assertNotEqual(total.long(), [2.5])  # noqa: PT009
+        self.assertNotEqual(torch.ones(2), torch.zeros(2))  # noqa: PT009
+
+    @unittest.expectedFailure
+    def test_expected(self):
+        self.fail("on all ranks")
 
     def test_failure(self):
         if self.rank == 1:
@@ -221,6 +229,7 @@ def test_cases_on_several_ranks():
     ((_, text),) = Cases("test_failure").run().failures
     assert "rank 1: " in text
     assert "KeyError: 'on one rank'" in text
+    assert len(Cases("test_expected").run().expectedFailures) == 1
     assert Cases("test_skipped").run().skipped[0][1] == "rank 0: not now\nrank 1: not now"
     assert len(Ucc("test_nothing").run().skipped) == 1
     if not torch.accelerator.is_available():

@@ -216,6 +216,11 @@ class GradScaler(torch.amp.GradScaler):
             result = self._step_by_factor(optimizer, state, args, kwargs)
         elif _wants_scaler(optimizer):
             _check_step(state, args, kwargs)
+            if state["stage"] is OptState.READY and _unscales_itself(optimizer):
+                self.unscale_(optimizer)
+            elif "is_alone" not in state:  # unscaled by unscale_grads(grad_scaler=self)
+                for flag in _flags_of(state):
+                    agree_over_(flag, self._groups_of(optimizer))
             result = optimizer.step(*args, grad_scaler=self, **kwargs)
         else:
             if "clip" in state:  # torch multiplies its scale by it
@@ -334,9 +339,7 @@ def _about_float16(optimizer: Any) -> str:
     if _takes_scale(optimizer):
         remedy = f"""Leave unscale_() out: step() hands the scale to {name}. To clip, call
             scaler.clip_grad_norm_(optimizer, max_norm)."""
-    text = (
-        "Attempting to unscale FP16 gradients. apex.amp.GradScaler: some would be lost in float16."
-    )
+    text = "Attempting to unscale FP16 gradients. apex.amp.GradScaler: float16 would lose some."
     return " ".join([text, *remedy.split()])
 
 

@@ -118,6 +118,6 @@ class FMHA(torch.nn.Module):
         zero_tensors: bool = False,
     ) -> Tensor:  # fmt: skip
         """Attend: ``qkv`` ``(total, 3 * hidden_size)``, else as :func:`attention`."""
-        heads = qkv.view(-1, 3, self.h, self.d)
+        heads = qkv.reshape(len(qkv), 3, self.h, self.d)
         y = attention(heads, cu_seqlens, self.p_dropout, max_s, is_training, zero_tensors)
         return y.flatten(1)

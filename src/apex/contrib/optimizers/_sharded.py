@@ -177,7 +177,7 @@ class ShardedOptimizer(ShardedGradients):
             TypeError: None or both of the arguments.
             RuntimeError: Gradients were unscaled or clipped already.
         """
-        inv_scale = args[0] if args else inv_scale
+        inv_scale = self._inverse_scale(args[0]) if args else inv_scale
         if (inv_scale is None) == (grad_scaler is None):
             raise TypeError(f"{self._name}.unscale_grads: pass either inv_scale or grad_scaler.")
         if self._is_final:
@@ -186,7 +186,8 @@ class ShardedOptimizer(ShardedGradients):
                 "clipping."
             )
         if grad_scaler is not None:
-            inv_scale = self._inverse_scale(grad_scaler)
+            inverse = grad_scaler._get_scale_async().double().reciprocal().float()
+            inv_scale = self._inverse_scale(inverse)
         self.grad_sync()
         flag = (self._measure()[1] != 0).float()
         if isinstance(inv_scale, torch.Tensor):
@@ -199,8 +200,9 @@ class ShardedOptimizer(ShardedGradients):
             state.update(found_inf_per_device=found, stage=OptState.UNSCALED)
         return found
 
-    def _inverse_scale(self, scaler: Any) -> Any:
-        return scaler._get_scale_async().double().reciprocal().float()
+    def _inverse_scale(self, inverse: Any) -> Any:
+        """What gradients are multiplied by, given the inverse of a scaler's scale."""
+        return inverse
 
     def _found_inf(self, scaler: Any) -> torch.Tensor | None:
         state = scaler._per_optimizer_states[id(self)]

@@ -180,8 +180,8 @@ class DistributedFusedLAMB(SavedShards):
         """Norm of all gradients at the last :meth:`complete_reductions`, unscaled, 0-dim."""
         return self._norm
 
-    def _inverse_scale(self, scaler: Any) -> Any:
-        return super()._inverse_scale(scaler) if self._global_scale is None else self._inverse()
+    def _inverse_scale(self, inverse: Any) -> Any:
+        return inverse if self._global_scale is None else self._inverse()
 
     def _inverse(self) -> Scalar:
         scale = self.global_scale

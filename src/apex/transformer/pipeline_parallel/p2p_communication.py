@@ -86,15 +86,15 @@ def _communicate(
         "next": parallel_state.get_pipeline_model_parallel_next_rank(),
     }
     dtype = options["dtype"] or torch.float32
-    found: dict[str, Any] = {}
-    ops = []
-    for peer, rank in peers.items():
-        if to.get(peer) is not None:
-            ops.append(dist.P2POp(dist.isend, to[peer].detach().contiguous(), rank, group))
-        if peer in receive:
-            device = parallel_state.current_device()
-            found[peer] = torch.empty(tuple(shape), dtype=dtype, device=device)
-            ops.append(dist.P2POp(dist.irecv, found[peer], rank, group))
+    device = parallel_state.current_device()
+    found: dict[str, Any] = {
+        peer: torch.empty(tuple(shape), dtype=dtype, device=device)
+        for peer in ("next", "prev")  # of two ranks in a ring: what one sends first is for prev
+        if peer in receive
+    }
+    sent = {peer: x.detach().contiguous() for peer, x in to.items() if x is not None}
+    ops = [dist.P2POp(dist.isend, sent[peer], peers[peer], group) for peer in peers if peer in sent]
+    ops += [dist.P2POp(dist.irecv, x, peers[peer], group) for peer, x in found.items()]
     timer = options["timers"](name) if options["timers"] else None
     if timer is not None:
         timer.start()

@@ -123,7 +123,7 @@ def get_kth_microbatch(batch: Any, k: int) -> Any:
     if not isinstance(batch, (list, tuple)):
         return batch
     size = get_micro_batch_size()
-    if any(len(x) <= k * size for x in batch):
+    if any(len(x) < (k + 1) * size for x in batch):
         raise ArgumentError(
             f"micro-batch {k} of {size} samples is not in a batch of {[len(x) for x in batch]}; "
             f"pass {get_num_microbatches()} micro-batches."

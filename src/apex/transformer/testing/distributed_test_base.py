@@ -1,5 +1,6 @@
 """``unittest`` cases whose methods run in several processes at once, one for each rank."""
 
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -33,7 +34,9 @@ class DistributedTestBase(unittest.TestCase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        setattr(self, self._testMethodName, self._on_all_ranks)
+        method: Any = getattr(self, self._testMethodName, None)
+        run = functools.partial(self._on_all_ranks)  # with the marks of unittest
+        setattr(self, self._testMethodName, functools.update_wrapper(run, method))
 
     @property
     def world_size(self) -> int:
@@ -47,10 +50,19 @@ class DistributedTestBase(unittest.TestCase):
 
     def assertEqual(self, first: Any, second: Any, msg: Any = None, **kwargs: Any) -> None:
         """As in unittest; tensors by ``torch.testing.assert_close``, which ``kwargs`` are for."""
-        if torch.is_tensor(first) or torch.is_tensor(second) or kwargs:
+        tensors = [x for x in (first, second) if torch.is_tensor(x)]
+        if len(tensors) == 1:  # beside a number, or numbers
+            kwargs = {"check_dtype": False, **kwargs}
+            first, second = (torch.as_tensor(x, device=tensors[0].device) for x in (first, second))
+        if tensors or kwargs:
             torch.testing.assert_close(first, second, msg=msg, **kwargs)
         else:
             super().assertEqual(first, second, msg)  # noqa: PT009
+
+    def assertNotEqual(self, first: Any, second: Any, msg: Any = None, **kwargs: Any) -> None:
+        """The opposite of :meth:`assertEqual`."""
+        with self.assertRaises(AssertionError, msg=msg):  # noqa: PT027
+            self.assertEqual(first, second, **kwargs)  # noqa: PT009
 
     def _on_all_ranks(self) -> None:
         context: Any = multiprocessing.get_context("spawn")

@@ -80,7 +80,7 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
         decoder_sequence_length: The decoder's sequence, in a model with an encoder as well.
         dtype: Of what stages send, float32 by default; and of ``torch.autocast``, if float16 or
             bfloat16.
-        grad_scaler: Scales the losses.
+        grad_scaler: Scales the losses; its ``scale`` is called on all stages.
         disable_autocast: Whether to leave ``torch.autocast`` alone.
         deallocate_pipeline_outputs: Whether to free each output when it is sent.
         async_comm: Whether the host goes on until it needs what it receives.
@@ -131,15 +131,16 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
             waiting.append((inputs, outputs))
         return outputs
 
-    def backward(grads: list[Any]) -> list[Any]:
+    def backward(grads: list[Any]) -> Any:
         if len(waiting) == 1 and custom_sync_context_handler is not None:
             sync.close()
-        found: list[Any] = common.backward_step(
+        return common.backward_step(
             *waiting.pop(0), grads, kind, grad_scaler=grad_scaler,
             deallocate_pipeline_outputs=deallocate_pipeline_outputs,
         )  # fmt: skip
-        return found
 
+    if grad_scaler is not None:  # stages without a loss unscale and step with it, too
+        grad_scaler.scale(torch.zeros((), device=parallel_state.current_device()))
     with contextlib.ExitStack() as sync:
         default = getattr(model, "no_sync", contextlib.nullcontext)
         sync.enter_context((custom_sync_context_handler or default)())
