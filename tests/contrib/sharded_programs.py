@@ -516,6 +516,7 @@ def refused(rank):
     texts["meta"] = error(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
     texts["float64"] = error(lambda: make([nn.Parameter(torch.ones(2).double())]))
     texts["ranks differ"] = error(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
+    texts["options differ"] = error(lambda: make(ps, bucket_cap_mb=2 + rank))
     lamb = {
         "tuning": {"dwu_num_chunks": 4.0}, "gather": {"skip_allgather": True},
         "e5m2": {"e5m2_allgather": True}, "clip": {"clip_after_ar": False},

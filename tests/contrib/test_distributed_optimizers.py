@@ -280,6 +280,7 @@ ERRORS = {
     "meta": "is on meta, and another one on cpu",
     "float64": "dtype=torch.float32 would round it. Pass dtype=torch.float64",
     "ranks differ": "rank 1 differs from rank 0 .* Build the same on every rank",
+    "options differ": r"in options: it has \('bucket_cap_mb', 3\), and rank 0 has .* 2\)",
     "tuning": "TypeError: .*dwu_num_chunks was 4.0; it must be of type int, and has no effect",
     "gather": "does not support skip_allgather=True",
     "e5m2": "does not support e5m2_allgather=True",

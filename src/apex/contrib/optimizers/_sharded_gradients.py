@@ -144,13 +144,15 @@ class ShardedGradients(FusedOptimizer):
         if not params:
             return
         sizes = [len(group["params"]) for group in self.param_groups]
+        options = [pair for pair in self._options._asdict().items() if "group" not in pair[0]]
+        shapes = [(*p.shape, str(p.dtype), p.requires_grad) for p in params]
         ranks_agree(
-            [*((*p.shape, str(p.dtype), p.requires_grad) for p in params), ("groups of", *sizes)],
+            [*shapes, ("groups of", *sizes), *options],
             self._groups.all,
             params[0].device,
             f"{self._name}: rank {{rank}} differs from rank 0 in shapes, dtypes or requires_grad "
-            "of parameters, or in groups: it has {other}, and rank 0 has {first}. Build the same "
-            "on every rank.",
+            "of parameters, in groups or in options: it has {other}, and rank 0 has {first}. Build "
+            "the same on every rank.",
         )
         broadcast(params, self._groups.all)
         if self._own is None:  # the same ranks, without other collectives
