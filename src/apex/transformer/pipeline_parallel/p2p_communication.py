@@ -73,6 +73,7 @@ def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(**given.arguments)
 
     vars(checked)["__signature__"] = signature
+    del checked.__wrapped__  # its source has other arguments than the signature
     return checked
 
 

@@ -277,7 +277,9 @@ class ColumnParallelLinear(_Parallel):
 class RowParallelLinear(_Parallel):
     """``y = x @ weight.T + bias`` of which each rank has some of the inputs.
 
-    Args that differ from :class:`ColumnParallelLinear`'s:
+    Arguments that are not listed are those of :class:`ColumnParallelLinear`.
+
+    Args:
         input_size: Features of ``x`` on all ranks together, divisible by the ranks
             (``AssertionError``).
         bias: Whether there is one, whole on each rank.
