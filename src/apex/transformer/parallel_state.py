@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from apex.ops._check import ArgumentError
 from apex.transformer import _refused
@@ -27,6 +26,8 @@ from apex.transformer.utils import device_type
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+dist = torch.distributed
 
 
 class ExperimentalWarning(Warning):

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apex.ops._check import ArgumentError
 from apex.transformer import parallel_state
 from apex.transformer._refused import refuse
+
+dist = torch.distributed
 
 Tensor = torch.Tensor
 Shape = Sequence[int]

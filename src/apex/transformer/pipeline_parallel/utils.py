@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from apex.ops._check import ArgumentError
@@ -21,6 +20,8 @@ from apex.transformer.microbatches import (
     build_num_microbatches_calculator,
 )
 from apex.transformer.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+
+dist = torch.distributed
 
 T = TypeVar("T")
 _LOGGER = get_transformer_logger(__name__)

@@ -8,11 +8,12 @@ of all logits. The softmax is kept for the backward, which needs no collective.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apex.ops._check import ArgumentError, check_tensors
 from apex.ops._dtypes import wide
 from apex.transformer import parallel_state
+
+dist = torch.distributed
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

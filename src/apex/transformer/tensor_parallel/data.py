@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apex.ops._check import ArgumentError
 from apex.transformer import parallel_state
+
+dist = torch.distributed
 
 
 def broadcast_data(

@@ -23,11 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apex import _compat
 from apex.transformer import parallel_state
 from apex.transformer.tensor_parallel.utils import split
+
+dist = torch.distributed
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
 _ranks = parallel_state.get_tensor_model_parallel_world_size

@@ -12,10 +12,11 @@ import unittest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apex.transformer._ucc_util import HAS_UCC
 from apex.transformer.utils import device_type
+
+dist = torch.distributed
 
 SECONDS = 300.0  # that a method may take on all ranks
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from apex.ops._check import ArgumentError
 from apex.transformer import parallel_state
@@ -21,6 +20,8 @@ from apex.transformer.pipeline_parallel import p2p_communication as p2p
 from apex.transformer.pipeline_parallel import utils
 from apex.transformer.pipeline_parallel.schedules import common
 from apex.transformer.utils import divide
+
+dist = torch.distributed
 
 
 def get_tensor_shapes(
