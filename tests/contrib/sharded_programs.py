@@ -97,6 +97,7 @@ def world(rank, ranks):
 
 def train(optimizer, ps, rank, without=None, steps=range(STEPS)):
     for step in steps:
+        optimizer.param_sync()  # no module waits for the parameters
         backward(ps, grads(step, rank, ps, without[rank] if without else ()))
         assert all(p.grad is None for p in ps)
         optimizer.step()
@@ -261,6 +262,39 @@ class MLP(nn.Module):
         return self.norm(self.second(self.first(x).relu()) + x)
 
 
+class Attends(nn.Module):
+    """Reads parameters of a module that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.MultiheadAttention(6, 1)
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0]
+
+
+def attention(compiled, rank):
+    """overlap_param_sync with nn.MultiheadAttention, and in a compiled model."""
+    found = []
+    for overlap in (False, True):
+        model = Attends()
+        optimizer = DistributedFusedAdam(
+            model.parameters(), lr=0.1, overlap_param_sync=overlap, bucket_cap_mb=1e-4
+        )
+        call = torch.compile(model, backend="eager") if compiled else model
+        with warnings.catch_warnings():  # torch's of global hooks
+            warnings.simplefilter("ignore", UserWarning)
+            for step in range(STEPS):
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+                call(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.param_sync()
+        found.append([p.detach() for p in model.parameters()])
+    return all(map(torch.equal, *found))
+
+
 def overlapped(rank):
     """overlap_param_sync: modules wait for their own parameters; other readers see old ones."""
     found = []
@@ -283,6 +317,10 @@ def overlapped(rank):
         found.append([p.detach().clone() for p in model.parameters()])
     model(x).square().sum().backward()
     optimizer.step()
+    weight = model.first.weight
+    text = error((x @ weight.t()).sum().backward)
+    assert "has read an old value of a parameter of shape (8, 6)" in text, text
+    weight.grad = None
     with torch.no_grad():
         model.first.bias.zero_()
     assert "call param_sync() before writing" in error(optimizer.param_sync)
@@ -516,6 +554,7 @@ def refused(rank):
     texts["meta"] = error(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
     texts["float64"] = error(lambda: make([nn.Parameter(torch.ones(2).double())]))
     texts["ranks differ"] = error(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
+    texts["twice in a group"] = error(lambda: make([ps[0], ps[0]]))
     texts["options differ"] = error(lambda: make(ps, bucket_cap_mb=2 + rank))
     lamb = {
         "tuning": {"dwu_num_chunks": 4.0}, "gather": {"skip_allgather": True},

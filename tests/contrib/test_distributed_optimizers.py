@@ -165,6 +165,11 @@ def test_parameters_are_gathered_during_the_forward(four):
     assert_all_are([weights for _, weights in answers], answers[0][1])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_readers_of_parameters_of_other_modules_wait(four, compiled):
+    assert four.run(functools.partial(programs.attention, compiled)) == [True] * 4
+
+
 # -- scaling ---------------------------------------------------------------------------------------
 
 
@@ -280,6 +285,7 @@ ERRORS = {
     "meta": "is on meta, and another one on cpu",
     "float64": "dtype=torch.float32 would round it. Pass dtype=torch.float64",
     "ranks differ": "rank 1 differs from rank 0 .* Build the same on every rank",
+    "twice in a group": "RuntimeError: .*a parameter is twice in a group. Pass it once",
     "options differ": r"in options: it has \('bucket_cap_mb', 3\), and rank 0 has .* 2\)",
     "tuning": "TypeError: .*dwu_num_chunks was 4.0; it must be of type int, and has no effect",
     "gather": "does not support skip_allgather=True",
@@ -345,6 +351,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
             process.join()
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.9's own
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_one_rank(device, tmp_path):
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]

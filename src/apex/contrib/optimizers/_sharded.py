@@ -322,7 +322,8 @@ class ShardedOptimizer(ShardedGradients):
         """Wait until all parameters have the values of the last step, with overlap_param_sync.
 
         A module's forward does so for its own parameters. Call it before anything else reads
-        parameters: ``model.state_dict()``, ``torch.nn.functional`` with a weight of another module.
+        parameters: ``model.state_dict()``, ``torch.nn.functional`` with a weight of another module,
+        ``model.compile()``. If a forward pass has read old ones its backward pass raises.
         """
         while self._gathers:
             self._finish_gather(0)
@@ -339,7 +340,7 @@ class ShardedOptimizer(ShardedGradients):
         def before(module: torch.nn.Module, _: Any) -> None:
             optimizer = this()
             if optimizer is not None:
-                optimizer._need(module._parameters.values())
+                optimizer._need(_read_by(module))
 
         if "_watcher" not in vars(self):
             register = torch.nn.modules.module.register_module_forward_pre_hook
@@ -352,6 +353,14 @@ class ShardedOptimizer(ShardedGradients):
         for number in reversed(range(len(self._gathers))):
             if id(self._gathers[number][0]) in wanted:
                 self._finish_gather(number)
+
+
+def _read_by(module: torch.nn.Module) -> Iterable[torch.Tensor | None]:
+    """Parameters that a module reads itself; its children's too, as MultiheadAttention does."""
+    if hasattr(module, "_orig_mod"):  # torch.compile(model), in which no hooks run
+        return module.parameters()
+    children = module.children() if module._parameters else ()
+    return [param for one in (module, *children) for param in one._parameters.values()]
 
 
 def known(number: Scalar) -> Scalar:

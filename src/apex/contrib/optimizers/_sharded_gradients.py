@@ -16,7 +16,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -101,9 +101,12 @@ class ShardedGradients(FusedOptimizer):
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in listed(params)]
         nccl = torch.distributed.get_backend(self._groups.all) == "nccl"
         first = [*self._params(), *tensors][:1]
+        seen = Counter(map(id, tensors))
         for param in filter(torch.is_tensor, tensors):
             problem = ""
-            if hasattr(param, "placements"):
+            if seen[id(param)] > 1:
+                problem = "is twice in a group. Pass it once"
+            elif hasattr(param, "placements"):
                 problem = "is a DTensor, which is sharded already. Use FusedAdam for it"
             elif param.device != first[0].device:
                 problem = f"is on {param.device}, and another one on {first[0].device}. Move one"
@@ -246,6 +249,13 @@ class ShardedGradients(FusedOptimizer):
                     f"{self._name}: another hook has taken the gradient of a parameter of shape "
                     f"{tuple(param.shape)}. Is there another sharded optimizer of the same "
                     "parameters? Delete it before."
+                )
+            if any(one is bucket for one, *_ in self._gathers):
+                raise RuntimeError(
+                    f"{self._name}: the forward pass has read an old value of a parameter of shape "
+                    f"{tuple(param.shape)}, outside of the module that it belongs to or in "
+                    "compiled code. Call param_sync() before the forward pass, or leave "
+                    "overlap_param_sync=True out."
                 )
             if not self._syncs and not self._greedy:
                 return
