@@ -37,32 +37,32 @@ def refuse(name: str) -> NoReturn:
 
 
 def set_nccl_socket_envs() -> NoReturn:
-    """Refused."""
+    """Raise ``NotImplementedError``; it says what to use."""
     refuse("parallel_state.set_nccl_socket_envs")
 
 
 def set_nccl_ib_envs() -> NoReturn:
-    """Refused."""
+    """Raise ``NotImplementedError``; it says what to use."""
     refuse("parallel_state.set_nccl_ib_envs")
 
 
 def init_nccl_net(group: Any) -> NoReturn:
-    """Refused."""
+    """Raise ``NotImplementedError``; it says what to use."""
     refuse("parallel_state.init_nccl_net")
 
 
 def new_nccl_socket_group(ranks: Sequence[int]) -> NoReturn:
-    """Refused."""
+    """Raise ``NotImplementedError``; it says what to use."""
     refuse("parallel_state.new_nccl_socket_group")
 
 
 def new_nccl_ib_group(ranks: Sequence[int]) -> NoReturn:
-    """Refused."""
+    """Raise ``NotImplementedError``; it says what to use."""
     refuse("parallel_state.new_nccl_ib_group")
 
 
 def _forward_backward_pipelining_with_interleaving(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refused."""
+    """Raise ``NotImplementedError``; it says what to use."""
     refuse(
         "pipeline_parallel.schedules.fwd_bwd_pipelining_with_interleaving."
         "_forward_backward_pipelining_with_interleaving"

@@ -179,7 +179,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def is_unitialized() -> bool:
-    """Whether they are not; Apex spells it so."""
+    """Whether the groups are not made; Apex spells it so."""
     return not model_parallel_is_initialized()
 
 
@@ -220,7 +220,7 @@ def _group_of(name: str, what: str) -> Callable[[], Any]:
 
 
 def _is_in(name: str) -> Callable[[], bool]:
-    doc = "Whether this rank is in the group."
+    doc = f"Whether this rank is in ``get_{name}_group()``."
     return _named(lambda: name in _STATE.groups, f"is_rank_in_{name}_group", doc)
 
 
@@ -243,7 +243,7 @@ is_rank_in_decoder_relative_position_embedding_group = _is_in(f"{_RELATIVE[1]}em
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
-    """Whether this rank is in it; with virtual stages, whether this part has an embedding."""
+    """Whether this rank is in the group; with virtual stages, if this part has an embedding."""
     if "embedding" not in _STATE.groups or ignore_virtual:
         return "embedding" in _STATE.groups
     ranks = _ranks("embedding")
@@ -276,8 +276,10 @@ def _world_size(name: str) -> tuple[Callable[[], int], Callable[[int | None], No
     def set_to(world_size: int | None) -> None:
         _STATE.numbers[f"{name}_size"] = world_size
 
-    _named(get, f"get_{name}_world_size", "Return the number of ranks in the group.")
-    return get, _named(set_to, f"set_{name}_world_size", "Set it; None for the group's size.")
+    getter = f"get_{name}_world_size"
+    _named(get, getter, f"Return what was set, else the size of ``get_{name}_group()``.")
+    doc = f"Set what ``{getter}`` returns; None for the group's size."
+    return get, _named(set_to, f"set_{name}_world_size", doc)
 
 
 def _rank(name: str, grouped: bool = True) -> tuple[Callable[[], int], Callable[[Any], None]]:
@@ -288,8 +290,9 @@ def _rank(name: str, grouped: bool = True) -> tuple[Callable[[], int], Callable[
     def set_to(rank: int | None) -> None:
         _STATE.numbers[f"{name}_rank"] = rank
 
-    _named(get, f"get_{name}_rank", "Return this rank's index in the group.")
-    return get, _named(set_to, f"set_{name}_rank", "Set it; None for the index in the group.")
+    default = f"this rank's index in ``get_{name}_group()``" if grouped else "None"
+    _named(get, f"get_{name}_rank", f"Return what was set, else {default}.")
+    return get, _named(set_to, f"set_{name}_rank", f"Set what ``get_{name}_rank`` returns.")
 
 
 get_tensor_model_parallel_world_size, set_tensor_model_parallel_world_size = _world_size(_TP)

@@ -137,7 +137,7 @@ def get_autoresume() -> None:
 
 
 def get_timers() -> Any:
-    """Refused."""
+    """Raise ``NotImplementedError``; use ``torch.profiler.record_function``."""
     refuse("pipeline_parallel.utils.get_timers")
 
 

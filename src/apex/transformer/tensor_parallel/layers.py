@@ -53,7 +53,7 @@ def set_tensor_model_parallel_attributes(
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Set those that a tensor lacks to the values of one that is no part of another."""
+    """Set what a tensor lacks of these to the values of one that is no part of another."""
     for name, value in _DEFAULTS.items():
         setattr(tensor, name, getattr(tensor, name, value))
 
@@ -61,7 +61,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 def copy_tensor_model_parallel_attributes(
     destination_tensor: torch.Tensor, source_tensor: torch.Tensor
 ) -> None:
-    """Copy those that the source has."""
+    """Copy ``tensor_model_parallel`` and the two others that the source has."""
     for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))

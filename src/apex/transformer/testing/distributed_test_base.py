@@ -41,7 +41,7 @@ class DistributedTestBase(unittest.TestCase):
 
     @property
     def world_size(self) -> int:
-        """Ranks: up to four accelerators, or two on a CPU."""
+        """How many ranks: as many as accelerators, at most four; two on a CPU."""
         return 2 if device_type() == "cpu" else min(torch.accelerator.device_count(), 4)
 
     @property
