@@ -311,7 +311,8 @@ def overlapped(rank):
             optimizer.zero_grad()
             pending = len(optimizer._gathers)
             assert (pending > 1) == bool(hooks) == overlap
-        model(x)
+        with torch.no_grad():
+            model.first(x)  # without gradients, for all
         assert not optimizer._gathers
         assert not hooks
         found.append([p.detach().clone() for p in model.parameters()])

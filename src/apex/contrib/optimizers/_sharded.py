@@ -339,8 +339,12 @@ class ShardedOptimizer(ShardedGradients):
 
         def before(module: torch.nn.Module, _: Any) -> None:
             optimizer = this()
-            if optimizer is not None:
+            if optimizer is None:
+                return
+            if torch.is_grad_enabled():
                 optimizer._need(_read_by(module))
+            else:  # no backward pass will find a reader of old values
+                optimizer.param_sync()
 
         if "_watcher" not in vars(self):
             register = torch.nn.modules.module.register_module_forward_pre_hook
