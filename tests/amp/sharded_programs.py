@@ -234,6 +234,7 @@ def parallel(rank, case):
 def sharded_recipe(rank, page, folder):
     """Shards of a training that goes on and of one that was saved and loaded, and dtypes."""
     names = agreement.recipes(page, "FSDP2 and DTensor")
+    first = agreement.recipes(page, "float16 on shards")  # its checkpoints take amp for the scaler
 
     def made():
         amp.reset()
@@ -250,8 +251,8 @@ def sharded_recipe(rank, page, folder):
     for module in (model[0], model[1]):
         module.register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))
     names["train"](model, optimizer, labelled(10 + rank, 3))
-    names["save"](model, optimizer, folder)
+    first["save"](model, optimizer, amp, folder)
     straight_on = go_on(model, optimizer)
     model, optimizer = made()
-    names["load"](model, optimizer, folder)
+    first["load"](model, optimizer, amp, folder)
     return straight_on, go_on(model, optimizer), dtypes[:2]

@@ -1,4 +1,8 @@
-"""ResNet's bottleneck block with frozen batch norms."""
+"""ResNet's bottleneck block with frozen batch norms.
+
+``SpatialBottleneck`` and the halo exchangers can be imported and raise ``NotImplementedError`` when
+they are used; ``REFUSED`` says why, and what to use.
+"""
 
 from apex._missing import explain_attributes
 from apex.contrib.bottleneck.bottleneck import (

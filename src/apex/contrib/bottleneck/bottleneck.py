@@ -34,6 +34,8 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class _Refused:
+    """Raises ``NotImplementedError``; see ``REFUSED``."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(type(self).__name__)
 

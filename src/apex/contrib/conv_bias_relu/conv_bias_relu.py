@@ -1,9 +1,4 @@
-"""Convolutions with bias and ReLU, composed of PyTorch's functions, for a compiler to fuse.
-
-``x`` is ``(N, C, H, W)`` in any memory format and floating dtype, ``weight`` ``(K, C, h, w)``,
-``bias`` and ``scale`` have K elements, ``padding`` and ``stride`` are one number each. Under
-autocast the convolution is cast as everywhere, and what follows it with it.
-"""
+"""Convolutions with bias and ReLU, composed of PyTorch's functions, for a compiler to fuse."""
 
 import torch
 import torch.nn.functional as F
