@@ -217,12 +217,12 @@ def cases() -> Iterator[Case]:
         logits = meta(kind, 4, columns)
         known: dict[str, Any] = {"logits": logits, "labels": labels, "lse": each, "smoothing": 0.1}
         odd = f" {columns} columns" if columns % BLOCK else ""
-        plain = [("", partial(forward, logits, labels, 0.0, -100))]
-        for words, call in (
-            *plain[: not odd],
+        calls: list[tuple[str, Any]] = [
+            ("", partial(forward, logits, labels, 0.0, -100)),
             (f"{odd} smoothed", partial(forward, logits, labels, 0.1, -100)),
             (odd, partial(backward, each, [True], **known, padding_idx=-100)),
-        ):
+        ]
+        for words, call in calls[1 if odd else 0 :]:
             yield from launched(
                 call, "cross_entropy", kind + words, writes=("out_ptr",), narrow=narrow,
                 tile=min(BLOCK, _block(columns)), aligned=not odd,
