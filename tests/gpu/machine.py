@@ -251,12 +251,12 @@ class Group:
         self.shared.expect(places, size, who, self.time)
         self.copies.append((places, values, who))
 
-    def commit(self):
+    def commit_group(self):
         """``cp.async.commit_group``."""
         self.batches.append(self.copies)
         self.copies = []
 
-    def wait(self, pending):
+    def wait_group(self, pending):
         """``cp.async.wait_group``: all but the last groups are there, for their own threads."""
         while len(self.batches) > pending:
             for places, values, who in self.batches.pop(0):
