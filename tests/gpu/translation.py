@@ -11,8 +11,8 @@ import numpy as np
 
 from tests.gpu import arithmetic, ptx
 from tests.gpu.arithmetic import EXPRESSIONS, VIEWS
+from tests.gpu.memory import SHARED
 
-SHARED = 1 << 10  # address of shared memory
 DONE = 1 << 30
 WIDE = {"cp": 4, "ldmatrix": 4, "stmatrix": 4}  # bytes of a number that they move in shared memory
 
