@@ -205,6 +205,7 @@ _ROWS = [
     ("max", INTEGERS, "np.maximum({}, {})"), ("neg", (*INTEGERS, "f32"), "-{}"),
     ("and", (*BITS, "pred"), "{} & {}"), ("or", (*BITS, "pred"), "{} | {}"),
     ("xor", (*BITS, "pred"), "{} ^ {}"), ("not", (*BITS, "pred"), "~{}"),
+    ("mov", (*BITS, *INTEGERS, "f32", "pred"), "{}"),
     ("shl", BITS, "left({}, {})"), ("shr", INTEGERS, "right({}, {})"),
     ("popc", ("b32",), "ones({})"),
     ("bfe", ("u32", "s32"), "extracted({}, {}, {})"), ("prmt", ("b32",), "permuted({}, {}, {})"),
@@ -219,6 +220,7 @@ _ROWS = [
     ("ex2.approx", ("f32",), "ex2({}, False)"), ("ex2.approx.ftz", ("f32",), "ex2({}, True)"),
     ("rsqrt.approx.ftz", ("f32",), "rsqrt({})"), ("div.full", ("f32",), "quotient({}, {})"),
 ]  # fmt: skip
+_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 OTHERS = {"shl": "u32", "shr": "u32", "bfe": "u32", "selp": "pred"}  # type of the last operands
 
 
@@ -250,23 +252,23 @@ def _table():
         yield f"mul.rn.{kind}x2", (f"packed('{kind}', 'mul', {{}}, {{}})", ["b32"] * 2, "b32")
 
 
-EXPRESSIONS = dict(_table())
-_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+def _comparisons():
+    """The same of ``setp``; with a NaN only what ends in u is true, and nan."""
+    for how, kind in itertools.product(_SIGNS, (*BITS, *INTEGERS)):
+        yield f"setp.{how}.{kind}", (f"{{}} {_SIGNS[how]} {{}}", [kind] * 2, "pred")
+    ordered = "({0} == {0}) & ({1} == {1})"
+    floats = {"num": f"({ordered})", "nan": f"~({ordered})"}
+    for how, sign in _SIGNS.items():
+        floats[how] = f"({{0}} {sign} {{1}}) & {ordered}"
+        floats[f"{how}u"] = f"({{0}} {sign} {{1}}) | ~({ordered})"
+    for how, text in floats.items():
+        yield f"setp.{how}.f32", (text, ["f32"] * 2, "pred")
+        for kind in ("f16", "bf16"):
+            wide = text.format(f"from_{kind}({{0}})", f"from_{kind}({{1}})")
+            yield f"setp.{how}.{kind}", (wide, ["b16"] * 2, "pred")
 
 
-def comparison(parts, a, b):
-    """The text of ``setp``, from the texts of its operands; with a NaN only some are true."""
-    how, kind = parts[1], parts[-1]
-    if kind in ("f16", "bf16"):
-        a, b = f"from_{kind}({a})", f"from_{kind}({b})"
-    ordered = f"({a} == {a}) & ({b} == {b})"
-    if how in ("num", "nan"):
-        return f"({ordered})" if how == "num" else f"~({ordered})"
-    if "f" not in kind:
-        return f"{a} {_SIGNS[how]} {b}"
-    if how in _SIGNS:
-        return f"({a} {_SIGNS[how]} {b}) & {ordered}"
-    return f"({a} {_SIGNS[how[:-1]]} {b}) | ~({ordered})"
+EXPRESSIONS = dict([*_table(), *_comparisons()])
 
 
 def loose(parts):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.gpu.worker import worker
+from tests.gpu.worker import process
 
 
 @pytest.fixture(scope="package", autouse=True)
 def _process():
     yield
-    if worker.cache_info().currsize:
-        worker().close()
-        worker.cache_clear()
+    if process.cache_info().currsize:
+        process().shutdown()
+        process.cache_clear()

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from tests.gpu.memory import MANY, SEVERAL, Fault, Global, Problem, Space, refuse, thread
-from tests.gpu.translation import SHARED, Registers
+from tests.gpu.translation import Registers
 
 THREADS = 1 << 14  # at once: arrays of 64 KiB stay in a cache
 
@@ -46,9 +46,9 @@ class Launch:
                     waiting += self._run(*waiting.pop())
 
     def _shared_memory(self, programs):
-        size, element = self.shared * len(programs), self.code.element
-        memory, threads = np.zeros(size, "u1"), self.threads
-        return Space("shared memory", 0, size, memory, element, threads, shared=self.shared)
+        size, own = self.shared * len(programs), {"shared": self.shared, "first": programs[0]}
+        memory, element = np.zeros(size, "u1"), self.code.element
+        return Space("shared memory", 0, size, memory, element, self.threads, **own)
 
     def _run(self, number, group):
         """Run a group from a block on; return the parts into which it falls, if it does."""
@@ -142,25 +142,12 @@ class Group:
         return shape, mask, *arrays
 
     def _parts(self, of, kind, addresses, size, who):
-        """Each space that accesses touch, their addresses there, and which of them they are."""
-        counters = self.launch.counters
-        if of == "shared":
-            if counters:
-                counters.count_shared(addresses, size, who)
-            yield self.shared, self._in_shared(addresses, size, who), slice(None)
-            return
-        for space, which in self.launch.memory.split(addresses, size, who):
-            if counters:
-                counters.count_global(space, kind, addresses[which], size, who[which])
-            yield space, addresses[which], which
-
-    def _in_shared(self, addresses, size, who):
-        """Places in the shared memory of all programs."""
-        own, inside = self.launch.shared, addresses - SHARED
-        bad = (inside < 0) | (inside + size > own)
-        refuse(bad, f"out of bounds of shared memory of {own} bytes", who)
-        refuse(inside % size != 0, f"misaligned access of {size} bytes of shared memory", who)
-        return inside + who // self.launch.threads % self.launch.many * own
+        """What `split` yields, counted."""
+        memory = self.shared if of == "shared" else self.launch.memory
+        for space, at, which in memory.split(addresses, size, who):
+            if self.launch.counters:
+                self.launch.counters.count(space, kind, at, size, who[which])
+            yield space, at, which
 
     def _read(self, of, flat, size, count, who):
         values = np.zeros((len(flat), count), f"u{size}")
@@ -243,7 +230,7 @@ class Group:
     def copy(self, to, source, size, part, mask):
         """``cp.async``: of ``part`` bytes, all or none; the rest are zeros."""
         _, _, places, who, sources, part = self._active(to, mask, source, part)
-        places = self._in_shared(places, size, who)
+        ((_, places, _),) = self.shared.split(places, size, who)
         values = np.zeros((len(places), size // 4), "u4")
         full = np.flatnonzero(part)
         values[full] = self._read("global", sources[full], 4, size // 4, who[full])
@@ -251,12 +238,12 @@ class Group:
         self.shared.expect(places, size, who, self.time)
         self.copies.append((places, values, who))
 
-    def commit(self):
+    def commit_group(self):
         """``cp.async.commit_group``."""
         self.batches.append(self.copies)
         self.copies = []
 
-    def wait(self, pending):
+    def wait_group(self, pending):
         """``cp.async.wait_group``: all but the last groups are there, for their own threads."""
         while len(self.batches) > pending:
             for places, values, who in self.batches.pop(0):

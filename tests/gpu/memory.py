@@ -16,7 +16,9 @@ import ctypes
 from collections import Counter
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
+SHARED = 1 << 10  # address of shared memory
 NOBODY, PENDING, MANY, SEVERAL = -1, -2, -3, 1 << 40
 
 
@@ -46,15 +48,25 @@ class Space:
         valid: Which bytes belong to it, of global memory.
         shared: Bytes of a program's part if it is shared memory, which has a part for each program
             and where reading what nobody wrote is a fault.
+        first: The program of the first part.
     """
 
-    def __init__(self, words, start, stop, memory, element, threads, valid=None, shared=0):
+    def __init__(self, words, start, stop, memory, element, threads, valid=None, shared=0, first=0):
         self.words, self.start, self.stop, self.memory = words, start, stop, memory
-        self.element, self.threads, self.valid, self.shared = element, threads, valid, shared
+        self.element, self.threads, self.valid = element, threads, valid
+        self.shared, self.first = shared, first
         self.sectors = {"read": set(), "write": set()}  # that were touched
         self.shift = threads.bit_length() - 1
         self._writer = None
         self._reads = []  # while nobody has written
+
+    def split(self, addresses, size, who):
+        """Yield this space of shared memory, the places of accesses in it, and which they are."""
+        inside, own = addresses - SHARED, self.shared
+        bad = (inside < 0) | (inside + size > own)
+        refuse(bad, f"out of bounds of shared memory of {own} bytes", who)
+        refuse(inside % size != 0, f"misaligned access of {size} bytes of shared memory", who)
+        yield self, inside + (who // self.threads - self.first) * own, slice(None)
 
     def read(self, addresses, size, count, who, time):
         """Read ``count`` numbers of ``size`` bytes at each address: a row for each."""
@@ -166,22 +178,18 @@ class Global:
     """The tensors of a launch; ``tensors`` are pairs of words and a tensor."""
 
     def __init__(self, tensors, threads):
-        stretches = (_stretch(words, tensor) for words, tensor in tensors if tensor.numel())
-        joined = []
-        for one in sorted(stretches, key=lambda stretch: stretch[:2]):
-            if joined and one[0] < joined[-1][1]:
-                one = _united(joined.pop(), one)
-            joined.append(one)
-        self.spaces = []
-        for start, stop, words, element, valid in joined:
-            base = start - start % 16
-            memory = (ctypes.c_uint8 * (-(-(stop - base) // 16) * 16)).from_address(base)
-            memory = np.frombuffer(memory, "u1")
-            self.spaces.append(Space(words, start, stop, memory, element, threads, valid))
+        groups, end = [], 0
+        for pair in sorted((p for p in tensors if p[1].numel()), key=lambda p: p[1].data_ptr()):
+            start = pair[1].data_ptr()
+            if start >= end:
+                groups.append([])
+            groups[-1].append((start, *pair))
+            end = max(end, start + _span(pair[1]))
+        self.spaces = [_joined(group, threads) for group in groups]
         self._starts = np.array([space.start for space in self.spaces], "i8")
 
     def split(self, addresses, size, who):
-        """Yield each space that is touched, with the numbers of the accesses that touch it."""
+        """Yield each space that is touched, the addresses of its accesses, and which they are."""
         refuse(addresses % size != 0, f"misaligned access of {size} bytes", who)
         numbers = np.searchsorted(self._starts, addresses, side="right") - 1
         refuse(numbers < 0, f"out of bounds: {size} bytes before every tensor", who)
@@ -194,28 +202,28 @@ class Global:
             place = f"byte {first[np.argmax(bad)]} of {space.words}"
             words = f"out of bounds: {size} bytes at {place}, which has {space.stop - space.start}"
             refuse(bad, words, who[which])
-            yield space, which
+            yield space, addresses[which], which
 
 
-def _stretch(words, tensor):
-    """First byte, end, words, bytes of an element, which bytes belong to it."""
-    size, places = tensor.element_size(), np.zeros((), "i8")
-    for many, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places[..., None] + np.arange(many) * stride
-    valid = np.zeros(int(places.max()) + 1, bool)
-    valid[places] = True
-    start = tensor.data_ptr()
-    return start, start + len(valid) * size, words, size, np.repeat(valid, size)
+def _span(tensor):
+    """Bytes from the first element to behind the last."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
-def _united(one, other):
-    """Two stretches that overlap."""
-    start, stop = one[0], max(one[1], other[1])
+def _joined(group, threads):
+    """The space of tensors that overlap, given with their starts."""
+    start, stop = group[0][0], max(first + _span(tensor) for first, _, tensor in group)
     valid = np.zeros(stop - start, bool)
-    for first, end, _, _, own in (one, other):
-        valid[first - start : end - start] |= own
-    words = one[2] if one[2] == other[2] else f"{one[2]} and {other[2]}"
-    return start, stop, words, min(one[3], other[3]), valid
+    for first, _, tensor in group:
+        size = tensor.element_size()
+        strides = [stride * size for stride in tensor.stride()]
+        as_strided(valid[first - start :], (*tensor.shape, size), (*strides, 1))[:] = True
+    base = start - start % 16
+    memory = (ctypes.c_uint8 * (-(-(stop - base) // 16) * 16)).from_address(base)
+    words = " and ".join(dict.fromkeys(words for _, words, _ in group))
+    element = min(tensor.element_size() for *_, tensor in group)
+    return Space(words, start, stop, np.frombuffer(memory, "u1"), element, threads, valid)
 
 
 class Counters:
@@ -234,8 +242,11 @@ class Counters:
         self.asked, self.sectors, self.once = Counter(), Counter(), Counter()
         self.paths, self.totals = Counter(), Counter()
 
-    def count_global(self, space, kind, addresses, size, who):
+    def count(self, space, kind, addresses, size, who):
         """Count an access of active threads."""
+        if space.shared:
+            self.totals["conflicts"] += _conflicts(addresses, size, who)
+            return
         self.asked[space.words, kind] += size * len(addresses)
         sectors = addresses // 32
         requests = np.unique(who // 32 * (1 << 43) + sectors)
@@ -244,13 +255,12 @@ class Counters:
         space.sectors[kind].update(np.unique(sectors).tolist())
         self.once[space.words, kind] += len(space.sectors[kind]) - before
 
-    def count_shared(self, addresses, size, who):
-        """Count the passes beyond the first of each group of threads that moves 128 bytes."""
-        each = max(1, size // 4)
-        words = (addresses[:, None] // 4 + np.arange(each)).ravel()
-        groups = np.repeat(who // (32 // each), each)
-        keys = np.unique(groups * (1 << 32) + words)
-        banks, many = np.unique((keys >> 32) * 32 + keys % 32, return_counts=True)
-        starts = np.flatnonzero(np.diff(banks // 32, prepend=-1))
-        if len(starts):
-            self.totals["conflicts"] += int((np.maximum.reduceat(many, starts) - 1).sum())
+
+def _conflicts(addresses, size, who):
+    """The passes beyond the first of each group of threads that moves 128 bytes."""
+    each = max(1, size // 4)
+    words = (addresses[:, None] // 4 + np.arange(each)).ravel()
+    keys = np.unique(np.repeat(who // (32 // each), each) * (1 << 32) + words)
+    banks, many = np.unique((keys >> 32) * 32 + keys % 32, return_counts=True)
+    starts = np.flatnonzero(np.diff(banks // 32, prepend=-1))
+    return int((np.maximum.reduceat(many, starts) - 1).sum()) if len(starts) else 0

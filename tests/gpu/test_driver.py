@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.gpu import planted
-from tests.gpu.worker import Raised, worker
+from tests.gpu.memory import Fault
+from tests.gpu.worker import call
 
 FAULTS = {
     planted.approximate: "list_kernel: bits that are open: ex2.approx",
@@ -17,9 +18,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("function", FAULTS)
 def test_a_planted_fault_is_found(function):
-    with pytest.raises(Raised, match=FAULTS[function]):
-        worker().call(planted.running, function)
+    with pytest.raises(Fault, match=FAULTS[function]):
+        call(planted.running, function)
 
 
 def test_numbers_that_no_kernel_writes_are_nan():
-    assert worker().call(planted.unwritten) == [False] * 63 + [True]
+    assert call(planted.unwritten) == [False] * 63 + [True]

@@ -15,7 +15,7 @@ from apex.bench.selftest.ops import CHECKED
 from apex.kernels.inspect import finding
 from apex.ops import _runtime
 from tests.gpu import tasks
-from tests.gpu.worker import worker
+from tests.gpu.worker import call
 from tests.kernels.operations import lists
 from tests.tolerance import (
     CLIPPED,
@@ -54,7 +54,7 @@ def _same(a, b):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_lists_have_the_bits_of_their_definition_and_of_the_interpreter(name):
-    found, launched = worker().call(tasks.written, name)
+    found, launched = call(tasks.written, name)
     assert launched == LAUNCHES.get(name, launched)
     assert {LIST, "held_kernel"} & {*launched}
     for path in ("triton", "reference"):
@@ -98,7 +98,7 @@ def test_steps_taken_and_skipped_over_unaligned_and_strided_members(name):
 
 
 def _assert_right(name, misplaced):
-    result, launched = worker().call(tasks.checked, name, 1, misplaced)
+    result, launched = call(tasks.checked, name, 1, misplaced)
     assert result.error is None, result.error
     assert launched
     assert not result.warnings
@@ -112,7 +112,7 @@ def _assert_right(name, misplaced):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_training_that_launches_every_kernel_has_the_losses_of_the_definition(level):
-    found, wanted, launched = worker().call(tasks.trained, level)
+    found, wanted, launched = call(tasks.trained, level)
     assert_same_training(found, wanted, LEVELS[level])
     assert {case.kernel.__name__ for case in finding.cases()} <= {*launched}
 
@@ -140,18 +140,18 @@ def _moved(counters, numbers):
 )
 def test_sectors_that_are_moved_are_those_that_are_needed(name, dtype, read, write):
     """Two percent more for tables of addresses and scalars."""
-    counters = worker().call(tasks.counted, name, (5, 8192), dtype)
+    counters = call(tasks.counted, name, (5, 8192), dtype)
     assert _moved(counters, 5 * 8192) == pytest.approx([read, write], rel=0.02)
     assert not counters.totals["conflicts"]
 
 
 def test_a_tail_runs_once_and_unaligned_tensors_are_read_in_narrow_pieces():
     """Tiles of 1,024: a chunk has 8, of which a block runs each; a tail of 9 numbers has one."""
-    counters = worker().call(tasks.counted, "FusedAdam", (8201, 1), "fp32")
+    counters = call(tasks.counted, "FusedAdam", (8201, 1), "fp32")
     assert sorted(many for _, many in counters.paths.items())[-1] == 8
     assert 1 in counters.paths.values()
     numbers = 5 * 8192
-    odd = worker().call(tasks.counted, "FusedAdam", (5, 8192), "fp32", True)
+    odd = call(tasks.counted, "FusedAdam", (5, 8192), "fp32", True)
     read, write = _moved(odd, numbers)
     assert read > 2 * 16  # by instructions of four threads to a sector; most are in a cache then
     assert write == pytest.approx(13, rel=0.01)

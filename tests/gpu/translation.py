@@ -11,8 +11,8 @@ import numpy as np
 
 from tests.gpu import arithmetic, ptx
 from tests.gpu.arithmetic import EXPRESSIONS, VIEWS
+from tests.gpu.memory import SHARED
 
-SHARED = 1 << 10  # address of shared memory
 DONE = 1 << 30
 WIDE = {"cp": 4, "ldmatrix": 4, "stmatrix": 4}  # bytes of a number that they move in shared memory
 
@@ -149,10 +149,6 @@ class _Writer:
     def _values(self, operand, kind):
         return f"({''.join(f'{self.read(word, kind)}, ' for word in ptx.members(operand))})"
 
-    def _call(self, name, *arguments):
-        self.lines.append(f"G.site = {self.site}")
-        self.lines.append(f"loaded = G.{name}({', '.join(map(str, arguments))})")
-
     def _loaded(self, operand, kind, guard=""):
         for number, name in enumerate(ptx.members(operand)):
             self.write(name, kind, f"loaded[{number}]", guard)
@@ -161,103 +157,60 @@ class _Writer:
 
     def _translate(self, one):
         guard = self._guard(one)
-        if one.name in EXPRESSIONS:
-            text, kinds, to = EXPRESSIONS[one.name]
-            of = zip(one.operands[1:], kinds, strict=True)
-            self.write(
-                one.operands[0],
-                VIEWS[to],
-                text.format(*(self.read(w, VIEWS[k]) for w, k in of)),
-                guard,
-            )
-            return
-        special = getattr(self, f"_do_{one.parts[0]}", None)
-        try:
-            known = special and special(one, guard, *one.operands) is not NotImplemented
-        except (KeyError, IndexError, TypeError, ValueError):
-            known = False  # other words, or more operands, than a method expects
-        if not known:
-            raise NotImplementedError(f"PTX instruction {one.name} at {one.line}")
+        text, kinds, result = EXPRESSIONS.get(one.name, ("", (), ""))
+        match one.parts, one.operands:
+            case ["mov", kind], [to, source] if "{" in source:
+                half = f"u{ptx.BYTES[kind] // 2}"
+                low, high = (self.read(word, half) for word in ptx.members(source))
+                self.write(to, VIEWS[kind], f"joined({low}, {high})", guard)
+            case ["mov", kind], [to, source] if "{" in to:
+                self.lines.append(f"loaded = halves({self.read(source, VIEWS[kind])})")
+                self._loaded(to, f"u{ptx.BYTES[kind] // 2}", guard)
+            case ["ld", "param", kind], [to, source]:
+                wide = f"{VIEWS[kind][0]}{self.kernel.view(to)[1:]}"
+                text = f"G.launch.parameters['{source.strip('[] ')}'].view('{VIEWS[kind]}')"
+                self.write(to, wide, f"{text}.astype('{wide}')", guard)
+            case _, [to, *sources] if text and len(sources) == len(kinds):
+                of = zip(sources, kinds, strict=True)
+                text = text.format(*(self.read(word, VIEWS[k]) for word, k in of))
+                self.write(to, VIEWS[result], text, guard)
+            case _:
+                text, kind = self._call(one, self._active(guard), not guard)
+                self.lines += [f"G.site = {self.site}", f"loaded = G.{text}"]
+                if kind:
+                    self._loaded(one.operands[0], kind, guard)
 
-    def _do_mov(self, one, guard, to, source):
-        kind = VIEWS[one.parts[-1]]
-        half = f"u{int(kind[1:]) // 2}" if "{" in to + source else kind
-        if source.startswith("{"):
-            low, high = (self.read(word, half) for word in ptx.members(source))
-            self.write(to, kind, f"joined({low}, {high})", guard)
-        elif to.startswith("{"):
-            self.lines.append(f"loaded = halves({self.read(source, kind)})")
-            self._loaded(to, half, guard)
-        else:
-            self.write(to, kind, self.read(source, kind), guard)
+    def _call(self, one, active, every):
+        """The method of a group that does an instruction, and the type of what it loads.
 
-    def _do_setp(self, one, guard, to, a, b):
-        view = "u2" if one.parts[-1] in ("f16", "bf16") else VIEWS[one.parts[-1]]
-        text = arithmetic.comparison(one.parts, self.read(a, view), self.read(b, view))
-        self.write(to, "?", text, guard)
-
-    def _do_ld(self, one, guard, to, source):
-        kind, names = VIEWS[one.parts[-1]], ptx.members(to)
-        if one.parts[1] not in ("param", "global", "shared"):
-            return NotImplemented
-        if one.parts[1] == "param":
-            text = f"G.launch.parameters['{source.strip('[] ')}'].view('{kind}')"
-            wide = f"{kind[0]}{self.kernel.view(to)[1:]}"
-            self.write(to, wide, f"{text}.astype('{wide}')", guard)
-        else:
-            size = ptx.BYTES[one.parts[-1]]
-            active = self._active(guard)
-            self._call("load", repr(one.parts[1]), self._address(source), size, len(names), active)
-            self._loaded(to, kind, guard)
-        return None
-
-    def _do_st(self, one, guard, to, source):
-        if one.parts[1] not in ("global", "shared"):
-            return NotImplemented
-        size, space = ptx.BYTES[one.parts[-1]], repr(one.parts[1])
-        values = self._values(source, f"u{size}")
-        return self._call("store", space, self._address(to), size, values, self._active(guard))
-
-    def _do_bar(self, one, guard, number):
-        if guard or one.name != "bar.sync" or number != "0":
-            return NotImplemented
-        return self._call("barrier", self._active(""))
-
-    def _do_shfl(self, one, guard, to, source, by, most, members):
-        if guard or (one.parts[2], most, members) != ("bfly", "31", "-1"):
-            return NotImplemented
-        self._call("exchanged", self.read(source, "u4"), by, self._active(""))
-        return self._loaded(to, "u4")
-
-    def _do_redux(self, one, guard, to, source, members):
-        if guard or one.name != "redux.sync.add.s32":  # Triton gives all threads as members
-            return NotImplemented
-        self._call("added", self.read(source, "u4"), self._active(""))
-        return self._loaded(to, "u4")
-
-    def _do_ldmatrix(self, one, guard, to, source):
-        if guard or self.masked:
-            return NotImplemented
-        many = len(ptx.members(to))
-        self._call("load_matrices", self._address(source), many, "trans" in one.parts)
-        return self._loaded(to, "u4")
-
-    def _do_stmatrix(self, one, guard, to, source):
-        if guard or self.masked:
-            return NotImplemented
-        values = self._values(source, "u4")
-        return self._call("store_matrices", self._address(to), values, "trans" in one.parts)
-
-    def _do_cp(self, one, guard, *operands):
-        if one.parts[2] == "commit_group":
-            return self._call("commit")
-        if one.parts[2] == "wait_group":
-            return self._call("wait", operands[0])
-        to, source, size, part = operands
-        addresses = self._address(to), self._address(source)
-        return self._call(
-            "copy", *addresses, int(size, 0), self.read(part, "u4"), self._active(guard)
-        )
+        Triton gives ``every`` thread as a member of what a warp does together.
+        """
+        match one.parts, one.operands:
+            case ["ld", "global" | "shared" as space, *_, kind], [to, source]:
+                size, many = ptx.BYTES[kind], len(ptx.members(to))
+                text = f"load('{space}', {self._address(source)}, {size}, {many}, {active})"
+                return text, VIEWS[kind]
+            case ["st", "global" | "shared" as space, *_, kind], [to, source]:
+                size, values = ptx.BYTES[kind], self._values(source, f"u{ptx.BYTES[kind]}")
+                return f"store('{space}', {self._address(to)}, {size}, {values}, {active})", ""
+            case ["bar", "sync"], ["0"] if every:
+                return f"barrier({active})", ""
+            case ["shfl", "sync", "bfly", "b32"], [_, source, by, "31", "-1"] if every:
+                return f"exchanged({self.read(source, 'u4')}, {by}, {active})", "u4"
+            case ["redux", "sync", "add", "s32"], [_, source, _] if every:
+                return f"added({self.read(source, 'u4')}, {active})", "u4"
+            case ["ldmatrix", *words], [to, source] if active == "None":
+                many, turned = len(ptx.members(to)), "trans" in words
+                return f"load_matrices({self._address(source)}, {many}, {turned})", "u4"
+            case ["stmatrix", *words], [to, source] if active == "None":
+                values, turned = self._values(source, "u4"), "trans" in words
+                return f"store_matrices({self._address(to)}, {values}, {turned})", ""
+            case ["cp", "async", "commit_group" | "wait_group" as word], pending:
+                return f"{word}({', '.join(pending)})", ""
+            case ["cp", "async", "ca" | "cg", "shared", "global"], [to, source, size, part]:
+                addresses = f"{self._address(to)}, {self._address(source)}"
+                return f"copy({addresses}, {size}, {self.read(part, 'u4')}, {active})", ""
+        raise NotImplementedError(f"PTX instruction {one.name} at {one.line}")
 
 
 def _immediate(word, kind):

@@ -136,6 +136,10 @@ def cases(folder):
     yield "sound row", row_case()
     yield "row with a fifth more", row_case(longer_row)
     yield "bound that is any number", row_case(divisible=())
+    yield "odd row", row_case(divisible=(), single=("x_ptr", "weight_ptr", "y_ptr"))
+    yield "odd row's weight", row_case(divisible=(), single=("x_ptr", "y_ptr"))
+    yield "odd row in part", row_case(divisible=(), single=("x_ptr", "weight_ptr"), tile=2048)
+    yield "no odd row", row_case(single=("x_ptr", "weight_ptr", "y_ptr"))
     yield "undeclared write", row_case(narrow={})
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     ways = {"reads": ("x_ptr",), "writes": ("y_ptr",), "tile": 32768}

@@ -35,7 +35,8 @@ def program(*words, **variables):
 
 # Cases in float16 whose like in bfloat16 is compiled are left out of the default suite: in what is
 # judged the two agreed in all 107 of them (sm_90). All updates share the code that stores weights:
-# every way to store is compiled with Adam, and of the others low bits and stochastic rounding.
+# every way to store is compiled with Adam, and of the others low bits and stochastic rounding. Of
+# odd rows the kernels that move tiles are compiled.
 INSPECT = """
 import json, sys
 from dataclasses import asdict
@@ -44,7 +45,8 @@ from apex.kernels.inspect import finding
 target, every = sys.argv[1], sys.argv[2:] == ["every"]
 cases = list(finding.cases())
 known = {(case.name, case.variant) for case in cases}
-rare = ("copies", "writes gradients", "kahan", "not aligned")
+rare = ("copies", "writes gradients", "kahan", "not aligned", "whole", "64 columns")
+rare += ("odd 1 ", "1 columns", "1 channels", "add up odd", "stats odd", "losses odd", "wide odd")
 
 
 def chosen(case):
@@ -107,7 +109,7 @@ def test_the_main_path_of_lists_is_128_bits_wide(hopper):
 
 def test_as_many_warps_of_a_norms_backward_are_resident_as_its_launch_assumes(hopper):
     lines = [line for line in hopper if line["variant"].startswith("backward")]
-    lines = [line for line in lines if "wide" not in line["variant"]]
+    lines = [line for line in lines if not {"wide", "odd"} & {*line["variant"].split()}]
     assert len(lines) > 30
     assert {line["variant"] for line in lines if line["registers"] > 128} == set()
 
@@ -126,6 +128,24 @@ def test_every_kernel_file_lists_its_cases(name):
         assert {*case.reads, *case.writes, *case.tables, *case.divisible} <= names
         assert set(case.reads + case.writes) <= set(case.pointers())
         assert all(case.narrow.values())  # a reason for each
+
+
+LENGTHS = ("n_cols", "channels", "columns", "size")  # a kernel's first of these is of its rows
+LONG = {"row_norm_forward_wide", "row_norm_backward_wide", "row_norm_weight_sums"}
+LONG |= {"_forward", "_backward", "_focal_loss"}  # of one number only if all is
+
+
+def test_every_class_of_lengths_that_triton_compiles_anew_is_inspected():
+    """Of 1, of multiples of 16, and any other."""
+    found = {}
+    for case in finding.cases():
+        length = next((name for name in LENGTHS if name in case.kernel.arg_names), None)
+        if length and case.name != "rotary":  # whose channels are constants
+            sort = 16 if length in case.divisible else 1 if length in case.constants else "odd"
+            found.setdefault(case.kernel.__name__, set()).add(sort)
+    assert len(found) > 15
+    assert {name for name, sorts in found.items() if not {16, "odd"} <= sorts} == set()
+    assert {name for name, sorts in found.items() if 1 not in sorts} == LONG
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -148,6 +168,10 @@ NVIDIA = {
     "undeclared read": "tables.1[] is read, which its case does not say",
     "sound row": "",
     "bound that is any number": "x_ptr: 8 loads narrower than 128 bits",
+    "odd row": "",
+    "odd row's weight": "weight_ptr: 8 loads narrower than 128 bits",
+    "odd row in part": "x_ptr: 8 16-bit loads, and the tile needs 16",
+    "no odd row": "y_ptr: stores wider than its case says, an element at a time",
     "undeclared write": "sum_ptr is written, which its case does not say",
     "spills": "bytes of spilled registers or local memory",
     "32 warps": "",
@@ -161,6 +185,8 @@ AMD = {
     "not aligned": "0 128-bit loads, and the tiles need 1",
     "sound row": "",
     "bound that is any number": "0 128-bit loads, and the tiles need 1",
+    "odd row": "",
+    "odd row's weight": "0 128-bit loads, and the tiles need 1",
     "32 warps": "cannot run: 32 warps are 2048 threads, and a program has at most 1024 there",
     "16 warps on AMD": "",
     "256 KiB": "cannot run: 262144 bytes of shared memory, and a program has at most 65536 there",

@@ -61,8 +61,10 @@ def test_goals():
         kernel, _, words = case.partition(" ")
         goal = {"scaled_softmax": 8, "group_norm": 5.5}.get(kernel, RATES["H100"].issue)
         goal = 6.5 if kernel.startswith("cross_entropy") else goal
-        if kernel != "focal_loss" and not (
-            kernel in ("sgd", "muon_move") and "stochastic" in words
+        if not (
+            kernel == "focal_loss"
+            or (kernel in ("sgd", "muon_move") and "stochastic" in words)
+            or " odd " in f" {words}"  # an access for each element
         ):
             assert number <= goal, case
 

@@ -21,7 +21,7 @@ from apex.kernels.inspect.case import Case, launched, meta
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
 LANE = 8  # neighbours that one thread reads of them
-OPTIONS = {"num_warps": 4}
+WARPS, ALONE_WARPS = 4, 8  # 8 elements a thread with a row for each spill on sm_80
 
 
 @triton.jit
@@ -135,10 +135,10 @@ def _launch(
 ) -> None:
     numbers = (logits.numel(), classes, alpha, gamma, smoothing)
     columns = logits.shape[-1]
-    lane = LANE if columns >= LANE else 1  # neighbours in at most two rows
+    lane, warps = (LANE, WARPS) if columns >= LANE else (1, ALONE_WARPS)  # in at most two rows
     constants = (columns, smoothing != 0.0, gamma == 2.0, BLOCK, lane)
     grid = (cdiv(logits.numel(), BLOCK),)
-    _focal_loss[grid](logits, *pointers, *numbers, *constants, **OPTIONS)
+    _focal_loss[grid](logits, *pointers, *numbers, *constants, num_warps=warps)
 
 
 def forward(
@@ -163,16 +163,18 @@ def backward(
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
     one, targets = meta("fp32", 1), meta("i64", 4095)
-    for kind, gamma in itertools.product(("fp16", "bf16", "fp32"), (1.5, 2.0)):
-        x = meta(kind, 4095, 91)
-        known: dict[str, Any] = {"targets": targets, "num_positives": one, "classes": 91}
+    usual = itertools.product(("fp16", "bf16", "fp32"), (1.5, 2.0), (91,))
+    for kind, gamma, classes in (*usual, ("bf16", 2.0, 64), ("bf16", 2.0, 1)):
+        x = meta(kind, 4095, classes)
+        known: dict[str, Any] = {"targets": targets, "num_positives": one, "classes": classes}
         known |= {"alpha": 0.25, "gamma": gamma, "smoothing": 0.1}
         for way, call in (
             ("forward", partial(forward, x, *known.values())),
             ("backward", partial(backward, one, [True], logits=x, **known)),
         ):
             yield from launched(
-                call, "focal_loss", f"{way} {kind}{' squared' * (gamma == 2.0)}",
+                call, "focal_loss", f"{way} {kind}{' squared' * (gamma == 2.0)}"
+                + f" {classes} columns" * (classes != 91),
                 writes=("out_ptr",), tail=True,
                 narrow={"targets_ptr": "one number a row", "sums_ptr": "one number a program"}
                 | dict.fromkeys(("dy_ptr", "positives_ptr"), "one number"),

@@ -95,9 +95,11 @@ def cases() -> Iterator[Case]:
     narrow = dict.fromkeys(("index_ptr", "order_ptr"), "one number a row")
     narrow |= {"firsts_ptr": "two numbers a program", "out_ptr": "one row a program"}
     index = meta("i64", 4100)
-    for kind in ("fp16", "bf16", "fp32"):
-        x = meta(kind, 4100, COLUMNS)
+    usual = [(kind, COLUMNS) for kind in ("fp16", "bf16", "fp32")]
+    for kind, columns in (*usual, ("bf16", COLUMNS + 1), ("bf16", 1)):
+        x, odd = meta(kind, 4100, columns), columns % COLUMNS
         yield from launched(
-            partial(backward, x, [True, True], in2=x, in1=x, index=index), "index_mul_2d", kind,
-            writes=("y_ptr",), narrow=narrow, tile=TILE,
+            partial(backward, x, [True, True], in2=x, in1=x, index=index), "index_mul_2d",
+            f"{kind} {columns} columns" if odd else kind, writes=("y_ptr",), narrow=narrow,
+            aligned=not odd, tile=TILE,
         )  # fmt: skip

@@ -183,7 +183,7 @@ def backward(
 
 
 def cases() -> Iterator[Case]:
-    """What is inspected: several rows in a tile, the longest of one block, and longer ones."""
+    """What is inspected: several rows in a tile, the longest of one block, longer and odd ones."""
     half = {True: 0.5, False: 1.0}  # causal rows are read up to the diagonal
     for kind in ("fp32", "bf16"):  # float16 has the widths of bfloat16
         for n_cols in (1024, WIDEST_FORWARD, 2 * WIDEST_FORWARD):
@@ -200,3 +200,12 @@ def cases() -> Iterator[Case]:
                     partial(backward, y, [True], y=y, scale=0.5, causal=causal), "scaled_softmax",
                     f"{n_cols} {kind}{' causal' * causal}", writes=("dx_ptr",), read=half[causal],
                 )  # fmt: skip
+    for n_cols in (1, 1001, 2 * WIDEST_FORWARD + 1):
+        x, bytes_ = meta("bf16", 2, 3, 500, n_cols), meta("u8", 2, 3, 500, n_cols)
+        for call, to in (
+            (partial(forward, x, bytes_, 0.5, False), "y_ptr"),
+            (partial(backward, x, [True], y=x, scale=0.5, causal=False), "dx_ptr"),
+        ):
+            yield from launched(
+                call, "scaled_softmax", f"{n_cols} bf16", writes=(to,), aligned=False
+            )

@@ -85,8 +85,10 @@ def backward(
 
 def cases() -> Iterator[Case]:
     """What is compiled and inspected."""
-    for kind in ("fp16", "bf16", "fp32"):
-        x = meta(kind, 4099, 1001)
+    for kind, columns in (("fp16", 1001), ("bf16", 1001), ("fp32", 1001), ("bf16", 1024)):
+        x = meta(kind, 4099, columns)
         for call in (partial(forward, x, x), partial(backward, x, [True, True], gate=x, up=x)):
             writes = ("y_ptr", "dgate_ptr", "dup_ptr")
-            yield from launched(call, "swiglu", kind, writes=writes, tail=True)
+            yield from launched(
+                call, "swiglu", f"{kind}{' whole' * (columns == BLOCK)}", writes=writes, tail=True
+            )

@@ -58,6 +58,8 @@ class Case:
         tile: Elements of each of ``reads`` and ``writes`` that a program moves at a time.
         tail: Whether masked accesses belong to a tail and only unmasked ones need to be wide.
             Without it all must be.
+        single: Of ``reads`` and ``writes`` those that are moved by an element at a time and never
+            wider, as rows whose length is no multiple of 16 begin anywhere.
         read: Part of what ``reads`` name that is read on the average: half of causal rows.
         computes: Why a kernel has more instructions than there is time for while memory moves its
             bytes; empty for one that has not.
@@ -77,6 +79,7 @@ class Case:
     narrow: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     tail: bool = False
+    single: tuple[str, ...] = ()
     read: float = 1.0
     computes: str = ""
     divisible: tuple[str, ...] = ()
@@ -140,6 +143,7 @@ def launched(
     writes: Sequence[str] = (),
     narrow: Mapping[str, str] | None = None,
     shared: Sequence[str] = (),
+    aligned: bool = True,
     tile: int | None = None,
     **more: Any,
 ) -> Iterator[Case]:
@@ -154,6 +158,8 @@ def launched(
         writes: As in `Case`; a kernel need not have all of them.
         narrow: As in `Case`.
         shared: Pointers to one row, narrow for a tile of several.
+        aligned: Whether rows begin at multiples of 16 elements. Else all tiles are ``single``, no
+            number of instructions is too large, and the variant is ``odd``.
         tile: By default ``ROWS * BLOCK``, of what the kernel has of them.
         more: Other fields of the cases.
     """
@@ -179,11 +185,13 @@ def launched(
             "writes": tuple(key for key in writes if reads is not None or key in tiles),
             "tile": tile or constants.get("ROWS", 1) * constants["BLOCK"],
             "narrow": reasons,
+            "single": () if aligned else tuple(tiles),
+            "computes": "" if aligned else "an access for each element",
             "divisible": tuple(divisible),
             "options": given,
             "amd": {"num_warps": min(16, given["num_warps"])},
         }
-        variant = f"{part} {words}".strip()
+        variant = f"{part} {'' if aligned else 'odd '}{words}".strip()
         yield Case(kernel, name, variant, signature, constants, **{**fields, **more})
 
 

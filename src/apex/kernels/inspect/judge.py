@@ -44,7 +44,7 @@ def main(case: Case, accesses: Iterable[Access], names: Sequence[str]) -> list[A
 def _needed(case: Case, threads: int, name: str) -> tuple[int, int]:
     """Width and number of accesses with which a thread moves its share of a tile."""
     share = _share(case, threads, name)
-    width = min(share, WIDE)
+    width = case.pointers()[name] if name in case.single else min(share, WIDE)
     return width, share // width
 
 
@@ -164,6 +164,8 @@ def _too_narrow(
         yield f"{name}: {wide} {width}-bit {word}{where}, and the tile needs {count}"
     elif case.tail and moved != width * count * _unrolled(case, code):
         yield f"{name}: {word}{where} move more than the tile"
+    if name in case.single and moved > width * wide:
+        yield f"{name}: {word}{where} wider than its case says, an element at a time"
     if wide < len(of_main):
         yield f"{name}: {len(of_main) - wide} {word}{where} narrower than {width} bits"
 

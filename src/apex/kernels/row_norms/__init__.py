@@ -53,7 +53,8 @@ TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 16, 128, 4  # of the first stage for wide 
 SUM_TILE, SUM_COLUMNS = 2048, 64  # of the second stage: elements, and columns at most
 ROWS_PER_PROGRAM = 8  # backward: fewer would make partial sums a large part of the traffic
 # Warps of the backward that a multiprocessor holds at a time: of its 65,536 registers each thread
-# has 128, which every case of the backward keeps to (tests/kernels/test_compiled.py).
+# has 128, which every case of the backward keeps to (tests/kernels/test_compiled.py) but for rows
+# whose length is no multiple of 16, which take up to 184.
 RESIDENT_WARPS = 16
 
 
@@ -178,16 +179,19 @@ def cases() -> Iterator[Case]:
             yield from _cases(*types, centered, True)
             if types in same:
                 yield from _cases(*types, centered, False)
+    yield from _cases("bf16", "bf16", "bf16", True, True, (1, 1001, 32801))
 
 
-def _cases(kind: str, of_weight: str, of_y: str, centered: bool, affine: bool) -> Iterator[Case]:
-    """Several rows in a tile, the longest row in a tile, and a longer one."""
+def _cases(
+    kind: str, of_weight: str, of_y: str, centered: bool, affine: bool, odd: Sequence[int] = ()
+) -> Iterator[Case]:
+    """Several rows in a tile, the longest row in a tile, and a longer one; or ``odd`` lengths."""
     name = "layer_norm" if centered else "rms_norm"
     words = f"{kind} {of_weight} {of_y}" if affine else f"{kind} plain"
     narrow = dict.fromkeys(("mean_ptr", "rstd_ptr"), "one number a row")
     more: dict[str, Any] = {
         "prefix": "row_norm", "writes": ("y_ptr", "dx_ptr", "dweight_ptr", "dbias_ptr"),
-        "shared": ("weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr"),
+        "shared": ("weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr"), "aligned": not odd,
     }  # fmt: skip
 
     def rows(kind: str, columns: int) -> tuple[torch.Tensor, Any, Any]:
@@ -195,12 +199,14 @@ def _cases(kind: str, of_weight: str, of_y: str, centered: bool, affine: bool) -
         return meta(kind, 4100, columns), weight, weight if centered else None
 
     widest = WIDEST_FORWARD_BYTES * 8 // BITS[kind]
-    for columns in (1024, widest, 2 * widest):
+    for columns in odd or (1024, widest, 2 * widest):
         call: Any = partial(forward, *rows(kind, columns), (columns,), 1e-5, centered, DTYPES[of_y])
         yield from launched(call, name, f"{columns} {words}", narrow=narrow, **more)
     rstd = meta("fp32", 4100)
-    for widest, by_y in ((WIDEST_BACKWARD, False), (WIDEST_FROM_OUTPUT, True))[: 1 + affine]:
-        for columns in (1024, widest, 2 * widest):
+    for widest, by_y in ((WIDEST_BACKWARD, False), (WIDEST_FROM_OUTPUT, True))[
+        : 1 + (affine and not odd)
+    ]:
+        for columns in odd or (1024, widest, 2 * widest):
             saved, weight, bias = rows(of_y if by_y else kind, columns)
             given = {"y": saved} if by_y else {"x": saved, "mean": rstd if centered else None}
             call = partial(
