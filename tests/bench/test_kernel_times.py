@@ -87,7 +87,17 @@ BOTH = [op for op in OF_LAYERS if op.name.endswith("_both")]
 RESULTS = [op for op in OF_LAYERS if not op.name.endswith("_backward")]
 
 
-@pytest.mark.parametrize("op", [*OF_LISTS, *BOTH], ids=lambda op: op.name)
+# By default one of each kind: torch.compile takes seconds for each.
+KINDS = {"adam", "scale", "l2norm", "rms_norm_both", "linear_cross_entropy_both", "rotary_both"}
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, id=op.name, marks=[] if op.name in KINDS else pytest.mark.exhaustive)
+        for op in (*OF_LISTS, *BOTH)
+    ],
+)
 def test_every_provider_that_is_installed_can_be_timed(op):
     shapes = next(iter(op.shapes.values()))(False)
     rows, missing = timing.measure(op, "small", shapes, "float32", CPU, 2)

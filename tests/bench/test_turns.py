@@ -364,7 +364,15 @@ def test_a_budget_cuts_all_to_the_same_number_of_steps(monkeypatch):
     assert alone.losses[: len(first.losses)] == first.losses
 
 
-@pytest.mark.parametrize("budget_s", [0.0, 1.0, 9.0, 20.0, 33.0, 47.0, 160.0])
+BUDGETS = [
+    0.0,
+    20.0,
+    47.0,
+    *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (1, 9, 33, 160)),
+]
+
+
+@pytest.mark.parametrize("budget_s", BUDGETS)
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_levels_of_any_budget_end_after_as_many_steps(monkeypatch, budget_s, epochs):
     seconds = {"O0": 1.0, "O4": 0.4, "O5": 1.3, "native-fp16": 2.6}
