@@ -214,6 +214,7 @@ _ROWS = [
     ("mul mul.rn", ("f32",), "{} * {}"), ("fma.rn", ("f32",), "fma({}, {}, {})"),
     ("fma.rn.ftz", ("f32",), "flushed(fma(flushed({}), flushed({}), flushed({})))"),
     ("div.rn", ("f32",), "{} / {}"), ("sqrt.rn", ("f32",), "np.sqrt({})"),
+    ("sqrt.rn.ftz", ("f32",), "np.sqrt(flushed({}))"),
     ("abs", ("f32",), "np.abs({})"), ("max", ("f32",), "largest({}, {})"),
     ("max.NaN", ("f32",),
      "np.where({0} != {0}, {0}, np.where({1} != {1}, {1}, largest({0}, {1})))"),

@@ -17,7 +17,7 @@ class Instruction:
         operands: Registers, numbers, ``{...}`` and ``[...]``, as they are written.
         guard: The predicate before it with its ``!``, or nothing.
         line: Of the source, as ``file:line:column @[ caller ... ]``.
-        parts: The opcode, split at its dots.
+        parts: The opcode, split at its dots; ``shared::cta`` is another word for ``shared``.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Instruction:
     line: str
 
     def __post_init__(self):
-        self.parts = self.name.split(".")
+        self.parts = self.name.replace("::cta", "").split(".")
         self.leaves = self.parts[0] in LEAVES  # whether it ends a block
         stores = self.leaves or self.parts[0] in ("st", "stmatrix", "bar", "cp")
         read, written = (0, ()) if stores else (1, self.operands[:1])
