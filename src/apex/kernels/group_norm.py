@@ -394,11 +394,7 @@ def cases() -> Iterator[Case]:
         known: dict[str, Any] = {"x": x, "weight": weight, "bias": weight, "groups": groups}
         known |= {"eps": 1e-5, "silu": "silu" in end}
         stats = meta("fp32", 8, groups, 2)
-        for call in (
-            partial(forward, **known),
-            partial(backward, x, [True] * 3, stats=stats, **known),
-        ):
-            yield from launched(
-                call, "group_norm", f"{kind} {channels} channels{end}", **more,
-                aligned=channels % 16 == 0,
-            )  # fmt: skip
+        back = partial(backward, x, [True] * 3, stats=stats, **known)
+        more["aligned"] = channels % 16 == 0
+        for call in (partial(forward, **known), back):
+            yield from launched(call, "group_norm", f"{kind} {channels} channels{end}", **more)
