@@ -215,6 +215,7 @@ _ROWS = [
     ("fma.rn.ftz", ("f32",), "flushed(fma(flushed({}), flushed({}), flushed({})))"),
     ("div.rn", ("f32",), "{} / {}"), ("sqrt.rn", ("f32",), "np.sqrt({})"),
     ("sqrt.rn.ftz", ("f32",), "np.sqrt(flushed({}))"),
+    ("div.rn.ftz", ("f32",), "flushed(flushed({}) / flushed({}))"),
     ("abs", ("f32",), "np.abs({})"), ("max", ("f32",), "largest({}, {})"),
     ("max.NaN", ("f32",),
      "np.where({0} != {0}, {0}, np.where({1} != {1}, {1}, largest({0}, {1})))"),
@@ -238,6 +239,9 @@ def _table():
         for to in (*INTEGERS, "s8", "u8"):
             yield f"cvt.{to}.{kind}", (f"{{}}.astype('{VIEWS[to]}')", [kind], to)
         yield f"cvt.rn.f32.{kind}", ("{}.astype('f4')", [kind], "f32")
+    for kind, to in itertools.product(("s8", "u8"), INTEGERS):  # of a register of 16 bits
+        text = f"{{}}.astype('{VIEWS[kind]}').astype('{VIEWS[to]}')"
+        yield f"cvt.{to}.{kind}", (text, ["b16"], to)
     for kind in ("s16", "u16", "s32", "u32"):
         wide = f"{kind[0]}{2 * int(kind[1:])}"
         text = f"{{}}.astype('{VIEWS[wide]}') * {{}}.astype('{VIEWS[wide]}')"
