@@ -40,7 +40,13 @@ WORLDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", WORLDS)
+OFTEN = ("several batch sizes, with trouble", "GPU, tasks, TF32", "not finite", "only failures")
+
+
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in WORLDS],
+)
 def test_every_plot_with_numbers_is_drawn_and_not_blank(world, tmp_path):
     make, expected = WORLDS[world]
     of = make()

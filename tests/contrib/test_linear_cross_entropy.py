@@ -159,7 +159,9 @@ def _peak(call, *tensors):
 
 @pytest.mark.filterwarnings("ignore:.*")  # the profiler's, of torch's
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize(("rows", "classes", "part"), [(4096, 2**12, 7), (512, 2**14, 2.5)])
 def test_peak_memory(rows, classes, part, reduction, dtype):
     """A seventh of what the plain program needs; below 1,024 rows all logits are there, once."""
