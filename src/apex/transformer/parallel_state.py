@@ -3,10 +3,10 @@
 The ranks are a ``DeviceMesh`` of three dimensions, ``("pp", "dp", "tp")``: neighbours are in one
 tensor-parallel group, and a stage is a block of ranks. With 8 ranks and sizes of 2, tensor-parallel
 groups are [0, 1], [2, 3] ..., data-parallel ones [0, 2], [1, 3], [4, 6], [5, 7], and pipelines
-[0, 4], [1, 5] ... All ranks make the groups together and destroy them together, as often as needed.
+[0, 4], [1, 5] ... All ranks make and destroy the groups together, as often as needed.
 
-Setters are for sizes and ranks before there are processes, or for those of another rank. What is
-set counts instead of the mesh's number until ``destroy_model_parallel``.
+Setters are for sizes and ranks without processes, or of another rank. They count instead of the
+mesh's until ``destroy_model_parallel``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from apex.transformer import _refused
 from apex.transformer.log_util import get_transformer_logger as get_transformer_logger
 from apex.transformer.utils import device_type
 
+dist = torch.distributed
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-dist = torch.distributed
 
 
 class ExperimentalWarning(Warning):
