@@ -54,6 +54,13 @@ def agree(found, wanted):
         assert_close_in_rms(found[1], wanted[1], ATTENTION_GRADIENTS[dtype])
 
 
+def test_where_all_is_dropped_output_and_gradient_are_zero():
+    qkv, ends, dy = data([5, 3], torch.float32)
+    y = attention(qkv.requires_grad_(), ends, 1.0, 5, True)
+    assert not y.any()
+    assert not torch.autograd.grad(y, qkv, dy)[0].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_sequences_of_any_length(lengths, dtype):

@@ -138,13 +138,13 @@ def planned(matrices: Sequence[Matrix]) -> list[Batch]:
         some = [matrices[number] for number in numbers]
         kinds = [(one.shape, one.numbers, one.flatten) for one in some]
         limit = most(device)
-        room = SENT * math.prod(mesh.size(dim) for dim in dims) if dims else limit
+        capacity = SENT * math.prod(mesh.size(dim) for dim in dims) if dims else limit
         left = -1
         for stack in stacks(kinds, [one.param.numel() for one in some], limit):
             size = sum(some[place].param.numel() for place in stack)
             if left < size:
                 batches.append(Batch([], mesh, dims, each))
-                left = room
+                left = capacity
             batches[-1].stacks.append([numbers[place] for place in stack])
             left -= size
     return batches

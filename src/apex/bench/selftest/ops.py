@@ -23,7 +23,7 @@ __all__ = ["CHECKED", "checks", "tensors"]
 CHECKED = [op for op in OPS if op.checked.small]
 SHAPES = ((), (1,), (0,), (7,), (33, 5), (1025,), (8193,))  # 8193: one more than a block
 LARGE = ((1_000_003,), (3000, 1000))
-LOSS_SCALE = 2.0**12  # without one, float16 has no room for the gradients of a mean over many rows
+LOSS_SCALE = 2.0**12  # without it, gradients of a mean over many rows underflow in float16
 
 
 def checks() -> Iterator[Check]:

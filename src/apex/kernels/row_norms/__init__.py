@@ -43,6 +43,9 @@ ELEMENTS_PER_WARP = 512  # 16 elements a thread, until there are WARPS
 WIDEST_FORWARD_BYTES = 65536
 WIDEST_BACKWARD = 8192
 READ_AHEAD_BYTES = 16384
+# Bytes that an asynchronous copy to shared memory moves at least. Triton takes rows whose length is
+# no multiple of 16 number by number; 16-bit ones read ahead would wait in registers, and spill.
+LEAST_COPIED = 4
 # Backward with bias and the weight's inverse in registers as well: 8 elements a thread.
 WIDEST_FROM_OUTPUT, PER_WARP_FROM_OUTPUT = 4096, 256
 # Wider rows go in blocks at 8 warps: two 128-bit reads of 16-bit numbers a thread; backward one,
@@ -54,7 +57,7 @@ SUM_TILE, SUM_COLUMNS = 2048, 64  # of the second stage: elements, and columns a
 ROWS_PER_PROGRAM = 8  # backward: fewer would make partial sums a large part of the traffic
 # Warps of the backward that a multiprocessor holds at a time: of its 65,536 registers each thread
 # has 128, which every case of the backward keeps to (tests/kernels/test_compiled.py) but for rows
-# whose length is no multiple of 16, which take up to 184.
+# whose length is no multiple of 16, which take up to 222.
 RESIDENT_WARPS = 16
 
 
@@ -155,7 +158,9 @@ def backward(
                 TILE_COLUMNS, num_warps=TILE_WARPS,
             )  # fmt: skip
     else:
-        stages = 2 if rows * block * saved.element_size() <= READ_AHEAD_BYTES else 1
+        size = saved.element_size()
+        can_copy = n_cols % 16 == 0 or size >= LEAST_COPIED
+        stages = 2 if can_copy and rows * block * size <= READ_AHEAD_BYTES else 1
         row_norm_backward[(n_programs,)](
             *data, dx, of_weight, of_bias, n_rows, n_cols, eps, centered, from_output, rows, block,
             stages, num_warps=warps,
