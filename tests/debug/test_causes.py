@@ -1,5 +1,7 @@
 """Each cause, in cases that differ in what makes the fault, in the model and in the program."""
 
+import ctypes
+import itertools
 import types
 
 import numpy as np
@@ -410,11 +412,24 @@ def scratch(allocate, direction="forward", *, while_explained=False):
         torch.use_deterministic_algorithms(False)
 
 
+def by_turns():
+    """Memory that holds NaN in the step and in every second replay, as reused memory may."""
+    calls = itertools.count()
+
+    def allocate(x):
+        out = torch.empty_like(x)
+        ctypes.memset(out.data_ptr(), 0xFF * (next(calls) in (0, 2, 4)), out.nbytes)
+        return out
+
+    return scratch(allocate)
+
+
 UNINITIALISED = {
     "empty": lambda: scratch(lambda x: torch.empty(x.shape)),
     "empty_like": lambda: scratch(torch.empty_like),
     "new_empty": lambda: scratch(lambda x: x.new_empty(x.shape)),
     "empty_strided": lambda: scratch(lambda x: torch.empty_strided(x.shape, x.stride())),
+    "NaN in every second replay": by_turns,
     "backward": lambda: scratch(torch.empty_like, "backward"),
     "not finite in the replay either": lambda: scratch(torch.empty_like, while_explained=True),
     "backward, the same": lambda: scratch(torch.empty_like, "backward", while_explained=True),

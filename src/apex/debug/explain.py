@@ -2,7 +2,7 @@
 
 1. What was broken before the step is no fault of the step: a parameter, or an optimizer's update.
 2. A replay under :class:`Trace` names the origin of the first bad gradient, output or loss. If it
-   does not show the fault, others say what is missing: compiled code, uninitialised memory.
+   does not show the fault, others say what is missing: uninitialised memory, compiled code.
 3. What came from outside is the cause (data, targets, another rank). An operation is run again at
    lower loss scales and in float32, which says whether scale, range or the model is the cause.
 
@@ -220,6 +220,9 @@ class _Explanation:
                 "The loss was not finite, although outputs and gradients are: the fault lies in "
                 f"the loss function or its targets{hint}.",
             )
+        _, origin = self._trace(run, fill=math.nan)  # before replays that read memory as it is
+        if origin is not None and origin.kind == "memory":
+            return self._classify(run, Outcome(), origin)
         in_forward = any(call.had_bad_output() for call in self._replay.judged)
         as_it_is: list[bool] = []
         eager: list[bool] = []
@@ -234,13 +237,6 @@ class _Explanation:
                 "The compiled model gives values that are not finite, and the same model "
                 "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
             )
-        if self._loss is not None and run == self._replay.run:  # gradients by other ways: a penalty
-            outcome, origin = self._trace(self._replay.run_step)
-            if self._together.any(origin is not None):
-                return self._classify(self._replay.run_step, outcome, origin)
-        _, origin = self._trace(run, fill=math.nan)
-        if origin is not None and origin.kind == "memory":
-            return self._classify(run, Outcome(), origin)
         self._note_unwatched()
         return self._make(
             "unrepeatable",
