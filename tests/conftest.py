@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 if not torch.cuda.is_available():
     # Read by triton when a kernel is decorated, so it must be set before any kernel is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's `pytest ... &` has SIGINT ignored, which programs that tests interrupt would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tensors here are tiny: two threads gain nothing, and on a busy machine cost up to a hundred times.
 torch.set_num_threads(1)
