@@ -285,7 +285,6 @@ ERRORS = {
     "meta": "is on meta, and another one on cpu",
     "float64": "dtype=torch.float32 would round it. Pass dtype=torch.float64",
     "ranks differ": "rank 1 differs from rank 0 .* Build the same on every rank",
-    "twice in a group": "RuntimeError: .*a parameter is twice in a group. Pass it once",
     "options differ": r"in options: it has \('bucket_cap_mb', 3\), and rank 0 has .* 2\)",
     "tuning": "TypeError: .*dwu_num_chunks was 4.0; it must be of type int, and has no effect",
     "gather": "does not support skip_allgather=True",
