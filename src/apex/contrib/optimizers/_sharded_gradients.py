@@ -77,7 +77,7 @@ class ShardedGradients(FusedOptimizer):
         super().__init__(params, defaults)
         self._is_made = True
         self._take_in(self._params())
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, remove, self._hooks)
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError(
@@ -365,7 +365,8 @@ def _groups(user: str, options: Options) -> Groups:
     return Groups(every, shards, copies)
 
 
-def _remove(hooks: dict[int, Any]) -> None:
+def remove(hooks: dict[int, Any]) -> None:
+    """Remove all hooks."""
     for handle in hooks.values():
         handle.remove()
     hooks.clear()
