@@ -7,6 +7,7 @@ Rows of a square of ranks are data-parallel, columns tensor-parallel. Some progr
 import copy
 import functools
 import math
+import pickle
 from unittest import mock
 
 import torch
@@ -238,6 +239,22 @@ def stages(rank):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
             found.append((*stepped(scaler, optimizer), calls.call_count))
     return found
+
+
+def copies_of_groups(rank):
+    """What pickling a scaler with a group says, and a pickled scaler of all ranks."""
+    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    paired, world = (OURS("cpu", process_group=group) for group in (pair, dist.group.WORLD))
+    pickled = pickle.dumps(world)
+    for copied in (copy.copy(paired), copy.deepcopy(paired)):
+        assert copied.process_group is pair
+    for copied in (copy.deepcopy(world), pickle.loads(pickled)):
+        assert copied.process_group is dist.group.WORLD
+    try:
+        pickle.dumps(paired)
+    except RuntimeError as error:
+        return str(error), pickled
+    return None
 
 
 def norm_over_all(rank, order, make):

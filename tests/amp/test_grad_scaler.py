@@ -111,6 +111,14 @@ def test_the_ranks_of_a_group_decide_together(four):
 
 
 @pytest.mark.dist
+def test_copies_keep_the_group_and_the_default_one_is_pickled(four):
+    for said, pickled in run(four, programs.copies_of_groups):
+        assert "process_group was not the default one" in said
+        with pytest.raises(RuntimeError, match="init_process_group.. before unpickling it"):
+            pickle.loads(pickled)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("order", [2.0, float("inf"), 3.0])
 @pytest.mark.parametrize("make", [SGD, functools.partial(torch.optim.SGD, lr=0.5)])
 def test_the_norm_is_that_over_all_shards(four, order, make):

@@ -1,8 +1,10 @@
 """What the ranks of tests/contrib/test_distributed_optimizers.py run; each function is a job."""
 
 import contextlib
+import copy
 import functools
 import os
+import pickle
 import re
 import warnings
 
@@ -10,10 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from apex import amp
 from apex.amp import GradScaler
+from apex.contrib.optimizers._sharded_gradients import remove
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
@@ -85,13 +91,20 @@ def pairs(everybody):
     return dist.new_group([0, 1]), dist.new_group([2, 3])
 
 
+@functools.cache
+def singles(everybody):
+    return [dist.new_group([number]) for number in range(4)]
+
+
 def pair(rank):
     """The process group of ranks 0 and 1, or 2 and 3: two worlds that run the same jobs."""
     return pairs(dist.group.WORLD)[rank // 2]
 
 
 def world(rank, ranks):
-    """The process group of 2 or 4 ranks, and the rank in it."""
+    """The process group of 1, 2 or 4 ranks, and the rank in it."""
+    if ranks == 1:
+        return singles(dist.group.WORLD)[rank], 0
     return (pair(rank), rank % 2) if ranks == 2 else (dist.group.WORLD, rank)
 
 
@@ -275,22 +288,32 @@ class Attends(nn.Module):
 
 
 def attention(compiled, rank):
-    """overlap_param_sync with nn.MultiheadAttention, and in a compiled model."""
+    """overlap_param_sync with nn.MultiheadAttention, also in a compiled model or function."""
     found = []
     for overlap in (False, True):
         model = Attends()
         optimizer = DistributedFusedAdam(
             model.parameters(), lr=0.1, overlap_param_sync=overlap, bucket_cap_mb=1e-4
         )
-        call = torch.compile(model, backend="eager") if compiled else model
+        graphs = []
+
+        def backend(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        call = model if compiled != "function" else lambda x, model=model: model(x)
+        call = torch.compile(call, backend=backend, fullgraph=True) if compiled else call
         with warnings.catch_warnings():  # torch's of global hooks
             warnings.simplefilter("ignore", UserWarning)
             for step in range(STEPS):
                 x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+                if compiled == "function":
+                    optimizer.param_sync()
                 call(x).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         optimizer.param_sync()
+        assert len(graphs) <= {"": 0, "model": 1, "function": 2}[compiled]  # with hooks, without
         found.append([p.detach() for p in model.parameters()])
     return all(map(torch.equal, *found))
 
@@ -304,6 +327,7 @@ def overlapped(rank):
             model.parameters(), lr=0.1, overlap_param_sync=overlap, bucket_cap_mb=1e-4
         )
         hooks = torch.nn.modules.module._global_forward_pre_hooks
+        assert bool(hooks) == overlap  # it sees which modules there are
         for step in range(STEPS):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
             model(x).square().sum().backward()
@@ -326,8 +350,32 @@ def overlapped(rank):
         model.first.bias.zero_()
     assert "call param_sync() before writing" in error(optimizer.param_sync)
     optimizer._gathers.clear()
-    vars(optimizer).pop("_watcher").remove()
+    remove(optimizer._forward_hook)
     return all(map(torch.equal, *found)), found[0]
+
+
+def read_after_a_step(steps, rank):
+    """overlap_param_sync: state_dict reads new values; errors of copies of the model."""
+    model = nn.Sequential(MLP(), nn.Linear(6, 2))
+    optimizer = DistributedFusedAdam(
+        model.parameters(), lr=0.1, overlap_param_sync=True, bucket_cap_mb=1e-4
+    )
+    for _ in range(steps):
+        model(torch.ones(4, 6)).square().sum().backward()
+        optimizer.step()
+    old = [p.detach().clone() for p in model.parameters()]
+    texts = [error(functools.partial(call, model)) for call in (copy.deepcopy, pickle.dumps)]
+    hooks = [module.register_state_dict_pre_hook(lambda *_: None) for module in model.modules()]
+    found = copy.deepcopy(model[1].state_dict() if steps == 1 else model.state_dict())
+    for hook in hooks:
+        hook.remove()
+    pickle.loads(pickle.dumps(copy.deepcopy(model))).state_dict()
+    optimizer.param_sync()
+    assert not any(module._state_dict_pre_hooks for module in model.modules())
+    new = [*model.parameters()]
+    assert not any(map(torch.equal, old, new))
+    assert all(map(torch.equal, reversed(found.values()), reversed(new)))
+    return texts
 
 
 # -- scaling ---------------------------------------------------------------------------------------
@@ -417,7 +465,7 @@ def one_rank(device, folder):
     optimizer.step()
     loaded = {"optimizer": optimizer.state_dict()}
     checkpoint.load(loaded, checkpoint_id=folder)
-    assert loaded["optimizer"]["state"].pop("step") == state["state"].pop("step") == STEPS
+    assert loaded["optimizer"]["param_groups"][0]["step"] == STEPS
     for number, one in loaded["optimizer"]["state"].items():
         assert all(torch.equal(one[key], state["state"][number][key]) for key in one)
     ps = [nn.Parameter(p.detach().to(device)) for p in params((HALF,))]
@@ -433,6 +481,9 @@ def one_rank(device, folder):
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         scaler.update()
+    with warnings.catch_warnings():  # torch's, of a parameter that is twice in a group
+        warnings.simplefilter("ignore", UserWarning)
+        assert [*DistributedFusedAdam(ps[:1] * 2).parameters()] == ps[:1]
 
 
 def recipe(page, rank):
@@ -490,8 +541,7 @@ def resumed(options, dtypes, ranks, weights, state, first, rank):
     optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
     state = state[rank] if isinstance(state, list) else state
     if first == "weights":  # the original's groups have no steps
-        for group in state["param_groups"]:
-            group.pop("step")
+        state["state"]["step"] = max(group.pop("step") for group in state["param_groups"])
     if first == "state":
         optimizer.load_state_dict(state)
     with torch.no_grad():
@@ -502,6 +552,28 @@ def resumed(options, dtypes, ranks, weights, state, first, rank):
     assert [group["step"] for group in again["param_groups"]] == [2, 2]
     train(optimizer, ps, 0, steps=range(2, 3))  # the same gradients on all ranks
     return [p.detach() for p in ps], again
+
+
+def distributed_checkpoint(options, dtypes, folder, before, after, rank):
+    """Save by names after two steps on some ranks; the weights after one more on others."""
+    (group, rank), whole = world(rank, before), rank
+    ps, folder = params(dtypes), folder / str(whole // before)
+    optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
+    train(optimizer, ps, rank, steps=range(2))
+    state = get_optimizer_state_dict(nn.ParameterList(ps), optimizer)
+    checkpoint.save(state, checkpoint_id=folder, process_group=group)
+    dist.barrier()
+    group, rank = world(whole, after)
+    fresh = params(dtypes)
+    optimizer = DistributedFusedAdam(groups(fresh), process_group=group, **options)
+    model = nn.ParameterList(fresh)
+    state = get_optimizer_state_dict(model, optimizer)
+    assert "step" not in optimizer.param_groups[0]  # torch took none
+    checkpoint.load(state, checkpoint_id=folder, process_group=group)
+    set_optimizer_state_dict(model, optimizer, state)
+    with torch.no_grad():
+        torch._foreach_copy_(fresh, ps)
+    return train(optimizer, fresh, 0, steps=range(2, 3))  # the same gradients on all ranks
 
 
 def written(options, dtypes, rank):
@@ -555,7 +627,6 @@ def refused(rank):
     texts["meta"] = error(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
     texts["float64"] = error(lambda: make([nn.Parameter(torch.ones(2).double())]))
     texts["ranks differ"] = error(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
-    texts["twice in a group"] = error(lambda: make([ps[0], ps[0]]))
     texts["options differ"] = error(lambda: make(ps, bucket_cap_mb=2 + rank))
     lamb = {
         "tuning": {"dwu_num_chunks": 4.0}, "gather": {"skip_allgather": True},
@@ -574,9 +645,6 @@ def refused(rank):
     texts["old arguments"] = error(lambda: optimizer.step(None, 3.0))
     backward(ps, grads(0, rank, ps))
     texts["amp"] = error(lambda: amp.initialize(MLP(), optimizer, opt_level="O5", verbosity=0))
-    model = nn.ParameterList(ps)
-    texts["get_state_dict"] = error(lambda: get_optimizer_state_dict(model, optimizer))
-    assert "step" not in optimizer.param_groups[0]  # torch took none
     texts["no scale"] = error(optimizer.unscale_grads)
     optimizer.clip_grad_norm(1.0)
     texts["twice"] = error(lambda: optimizer.unscale_grads(inv_scale=1.0))
@@ -622,8 +690,7 @@ def bad_states(rank):
     texts["shape"] = error(lambda: optimizer.load_state_dict(whole))
     kept = optimizer.state_dict(state_dict_format=1)["state"]
     for number, saved_ in part["state"].items():
-        if number != "step":
-            assert all(torch.equal(saved_[key], kept[number][key]) for key in saved_)
+        assert all(torch.equal(saved_[key], kept[number][key]) for key in saved_)
     return texts
 
 

@@ -5,6 +5,7 @@ import functools
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -138,6 +139,30 @@ def gathered(rank, name):
         training.step(3)
         found.append([*map(local, training.tensors().values())])
     return found
+
+
+def converted(folder, rank):
+    """The same with low bits, through a file of whole tensors; and why rank 0 cannot gather."""
+    one, other = (Training("rows", "FusedAdam, low_bits") for _ in range(2))
+    one.step(1, 2)
+    said, gathers = None, StateDictOptions(full_state_dict=True)
+    try:
+        get_optimizer_state_dict(one.model, one.optimizer, options=gathers)
+    except RuntimeError as error:
+        said = str(error)
+    checkpoint.save(one.state(), checkpoint_id=folder / "shards")
+    if rank == 0:
+        dcp_to_torch_save(folder / "shards", folder / "whole.pt")
+        torch_save_to_dcp(folder / "whole.pt", folder / "again")
+    torch.distributed.barrier()
+    state = other.state()
+    checkpoint.load(state, checkpoint_id=folder / "again")
+    other.load(state)
+    found = []
+    for training in (one, other):
+        training.step(3)
+        found.append([*map(local, training.tensors().values())])
+    return said, found
 
 
 def trainings(rank, case, names):

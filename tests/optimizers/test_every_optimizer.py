@@ -102,6 +102,17 @@ def test_an_empty_group_is_skipped(make):
 
 
 @every
+def test_a_parameter_that_is_twice_in_a_group_is_stepped_once(make):
+    once, twice = (parameters(shapes=SMALL) for _ in range(2))
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        repeated = make([*zip("abcd", [*twice, *twice], strict=True)])
+    wanted = make([*zip("ab", once, strict=True)])
+    assert same(train(repeated, twice, range(2)), train(wanted, once, range(2)))
+    names = [group["param_names"] for group in wanted.param_groups]
+    assert [group["param_names"] for group in repeated.param_groups] == names
+
+
+@every
 @paths
 def test_empty_tensors_alone(make, path):
     params = parameters(shapes=((0,), (3, 0)))

@@ -194,6 +194,14 @@ def test_gathered_states_are_spread_again(ranks, name):
         assert same(straight_on, resumed)
 
 
+def test_low_bits_are_gathered_by_way_of_a_checkpoint(ranks, tmp_path):
+    for said, (straight_on, resumed) in ranks.run(
+        functools.partial(checkpoints.converted, tmp_path)
+    ):
+        assert "Invalid scalar type" in said
+        assert same(straight_on, resumed)
+
+
 @pytest.mark.exhaustive
 def test_every_checkpoint_fits_every_placement(ranks, tmp_path):
     _assert_saved(ranks, [*checkpoints.STORED], [*PLACED], str(tmp_path))

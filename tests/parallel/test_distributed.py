@@ -123,6 +123,8 @@ def test_arguments():
             {"gradient_predivide_factor": 2.0, "gradient_average_split_factor": 2.0},
             "exclude each other",
         ),
+        ({"allreduce_communicators": ([], [])}, r"\[\]\); it must be \(groups"),
+        ({"allreduce_communicators": torch.distributed.group.WORLD}, "it must be .groups, streams"),
     ):
         with pytest.raises(ValueError, match=text):
             DistributedDataParallel(layer, **options)

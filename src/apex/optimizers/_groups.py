@@ -67,6 +67,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its numbers and tensors are checked first.
 
+        A parameter that is in the group several times is stepped once, and torch warns.
+
         Raises:
             ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
                 number out of range. Keys of the program's own are kept.
@@ -80,7 +82,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 self._check_params(param_group["params"])
             self._check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        self._prepare(self.param_groups[-1])
+        group = self.param_groups[-1]
+        first = {id(p): place for place, p in reversed([*enumerate(group["params"])])}
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [group[key][place] for place in sorted(first.values())]
+        self._prepare(group)
 
     def _prepare(self, group: dict[str, Any]) -> None:
         """Make ``lr`` and ``step`` tensors where the group's parameters are, if they are to be."""

@@ -141,7 +141,13 @@ class DistributedDataParallel(torch.nn.Module):
         if allreduce_communicators is not None:
             if process_group is not None:
                 raise ValueError(EXCLUDE.format("allreduce_communicators", "process_group"))
-            process_group = allreduce_communicators[0][0]
+            try:
+                process_group = allreduce_communicators[0][0]
+            except (IndexError, TypeError):
+                raise ValueError(
+                    f"DistributedDataParallel: allreduce_communicators is {allreduce_communicators}"
+                    "; it must be (groups, streams) with a group. Or pass process_group."
+                ) from None
         if gradient_average_split_factor is not None:
             if gradient_predivide_factor != 1.0:
                 raise ValueError(

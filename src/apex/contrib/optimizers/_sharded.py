@@ -3,7 +3,7 @@
 Each rank keeps every parameter, and a *shard* of the reduced gradients and of the optimizer's
 state. ``step`` waits for the gradients (:mod:`apex.contrib.optimizers._sharded_gradients`), steps
 the fragments of parameters in this rank's shard by the same code as one process (:class:`Shard`),
-and all-gathers the parameters.
+and all-gathers the parameters (:mod:`apex.contrib.optimizers._sharded_parameters`).
 
 **Parameters without a gradient on all ranks** are not stepped, as in one process. One byte for each
 parameter is reduced in each step; only a rank that misses a gradient reads it, which waits.
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from apex.contrib.optimizers._sharded_gradients import ShardedGradients, listed
+from apex.contrib.optimizers._sharded_gradients import listed
+from apex.contrib.optimizers._sharded_parameters import ShardedParameters
 from apex.ops import _runtime
 from apex.ops.lists.collectives import wait
 from apex.ops.lists.columns import Scalar
@@ -61,7 +62,7 @@ class Shard(FusedOptimizer):
         self._owner._finish(updates, sharded)
 
 
-class ShardedOptimizer(ShardedGradients):
+class ShardedOptimizer(ShardedParameters):
     """Base of the sharded optimizers: norms, scaling, the step."""
 
     slots = ("exp_avg", "exp_avg_sq")
@@ -304,67 +305,6 @@ class ShardedOptimizer(ShardedGradients):
         for group, mine in pairs:
             group |= {"step": mine["step"]} if mine["params"] else {}
         self._send_params()
-
-    def _send_params(self) -> None:
-        overlaps = self._options.overlap_param_sync
-        for bucket in reversed(self._buckets):  # the first layers first
-            self._gathers.append((bucket, *bucket.gather(self._own and self._own.shards)))
-            if not overlaps and len(self._gathers) >= self._options.pipeline_size:
-                self._finish_gather(0)
-        if not overlaps:
-            self.param_sync()
-        elif self._gathers:
-            self._watch_forwards()
-
-    # -- parameters after the step -----------------------------------------------------------------
-
-    def param_sync(self) -> None:
-        """Wait until all parameters have the values of the last step, with overlap_param_sync.
-
-        A module's forward does so for its own parameters. Call it before anything else reads
-        parameters: ``model.state_dict()``, ``torch.nn.functional`` with a weight of another module,
-        ``model.compile()``. If a forward pass has read old ones its backward pass raises.
-        """
-        while self._gathers:
-            self._finish_gather(0)
-
-    def _finish_gather(self, number: int) -> None:
-        bucket, work, flat = self._gathers.pop(number)
-        bucket.close(work, flat, self._name)
-        if not self._gathers and "_watcher" in vars(self):
-            vars(self).pop("_watcher").remove()
-
-    def _watch_forwards(self) -> None:
-        this = weakref.ref(self)
-
-        def before(module: torch.nn.Module, _: Any) -> None:
-            optimizer = this()
-            if optimizer is None:
-                return
-            if torch.is_grad_enabled():
-                optimizer._need(_read_by(module))
-            else:  # no backward pass will find a reader of old values
-                optimizer.param_sync()
-
-        if "_watcher" not in vars(self):
-            register = torch.nn.modules.module.register_module_forward_pre_hook
-            self._watcher = register(before)
-            weakref.finalize(self, self._watcher.remove)
-
-    def _need(self, params: Iterable[torch.Tensor | None]) -> None:
-        """Wait for some parameters."""
-        wanted = {id(self._places[id(p)][0]) for p in params if id(p) in self._places}
-        for number in reversed(range(len(self._gathers))):
-            if id(self._gathers[number][0]) in wanted:
-                self._finish_gather(number)
-
-
-def _read_by(module: torch.nn.Module) -> Iterable[torch.Tensor | None]:
-    """Parameters that a module reads itself; its children's too, as MultiheadAttention does."""
-    if hasattr(module, "_orig_mod"):  # torch.compile(model), in which no hooks run
-        return module.parameters()
-    children = module.children() if module._parameters else ()
-    return [param for one in (module, *children) for param in one._parameters.values()]
 
 
 def known(number: Scalar) -> Scalar:

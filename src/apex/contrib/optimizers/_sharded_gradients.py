@@ -16,7 +16,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class ShardedGradients(FusedOptimizer):
         super().__init__(params, defaults)
         self._is_made = True
         self._take_in(self._params())
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, remove, self._hooks)
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError(
@@ -101,12 +101,9 @@ class ShardedGradients(FusedOptimizer):
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in listed(params)]
         nccl = torch.distributed.get_backend(self._groups.all) == "nccl"
         first = [*self._params(), *tensors][:1]
-        seen = Counter(map(id, tensors))
         for param in filter(torch.is_tensor, tensors):
             problem = ""
-            if seen[id(param)] > 1:
-                problem = "is twice in a group. Pass it once"
-            elif hasattr(param, "placements"):
+            if hasattr(param, "placements"):
                 problem = "is a DTensor, which is sharded already. Use FusedAdam for it"
             elif param.device != first[0].device:
                 problem = f"is on {param.device}, and another one on {first[0].device}. Move one"
@@ -368,7 +365,8 @@ def _groups(user: str, options: Options) -> Groups:
     return Groups(every, shards, copies)
 
 
-def _remove(hooks: dict[int, Any]) -> None:
+def remove(hooks: dict[int, Any]) -> None:
+    """Remove all hooks."""
     for handle in hooks.values():
         handle.remove()
     hooks.clear()

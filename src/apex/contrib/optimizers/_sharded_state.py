@@ -2,13 +2,15 @@
 
 ``state[number of a parameter]`` has ``param``, ``exp_avg`` and ``exp_avg_sq`` on the CPU: whole in
 format 2, which any number of ranks can load, and this rank's fragments, flat, in format 1. Their
-``param`` is the weight as it is stepped, with ``store_param_remainders`` in float32. Groups have
-their own steps; ``state["step"]`` is the largest.
+``param`` is the weight as it is stepped, with ``store_param_remainders`` in float32. Moments before
+the first step are zeros, and groups have a step: ``torch.distributed.checkpoint`` loads what is
+there. Its ``get_state_dict`` replaces numbers by names, and takes no other keys of ``state``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +50,8 @@ class SavedShards(ShardedOptimizer):
             )
         self.param_sync()
         self._prepare_buckets()
-        groups, numbers = super().state_dict()["param_groups"], self._numbering()
-        step = max((int(group.get("step", 0)) for group in self.param_groups), default=0)
-        state: dict[Any, Any] = {"step": step}
+        groups = [{"step": 0, **group} for group in super().state_dict()["param_groups"]]
+        numbers, state = self._numbering(), dict[int, Any]()
         keeps = not gather_on_root or torch.distributed.get_rank(self._groups.all) == 0
         for bucket in self._buckets:
             places = self._own_part(bucket) if form == 1 else self._gathered(bucket)
@@ -77,7 +78,9 @@ class SavedShards(ShardedOptimizer):
         if self._options.store_param_remainders:
             low = state.get("low_bits")
             weight = weight.float() if low is None else join(weight.contiguous(), low)
-        return {"param": weight, **{slot: state[slot] for slot in self.slots if slot in state}}
+        new = functools.partial(torch.zeros_like, weight, dtype=bucket.kinds.state)
+        slots = {slot: state[slot] if slot in state else new() for slot in self.slots}
+        return {"param": weight, **slots}
 
     def _own_part(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
         return {
@@ -89,32 +92,23 @@ class SavedShards(ShardedOptimizer):
         """The state of whole parameters, by place."""
         assert self._own is not None
         saved = [(piece, self._saved(bucket, piece)) for piece in bucket.pieces]
-        device, count = bucket.params[0].device, len(bucket.params)
-        stepped = torch.zeros(count, dtype=torch.uint8, device=device)
-        for piece, one in saved:
-            if len(one) > 1:
-                stepped[piece.place].fill_(1)
-        torch.distributed.all_reduce(stepped, torch.distributed.ReduceOp.MAX, group=self._own.all)
-        has = {"param": [1] * count, **dict.fromkeys(self.slots, stepped.tolist())}
-        whole: dict[int, dict[str, torch.Tensor]] = {place: {} for place in range(count)}
-        wide = bucket.kinds.state
+        device, wide = bucket.params[0].device, bucket.kinds.state
+        whole: dict[int, dict[str, torch.Tensor]] = {n: {} for n in range(len(bucket.params))}
         is_stored = bucket.main is not None or self._options.store_param_remainders
         dtypes = {"param": wide if is_stored else bucket.params[0].dtype}
-        for slot in filter(lambda slot: any(has[slot]), has):
+        for slot in ("param", *self.slots):
             flat = torch.zeros(bucket.size, dtype=dtypes.get(slot, wide), device=device)
             own = flat[bucket.own]
             for piece, one in saved:
-                if slot in one:
-                    own[piece.here].copy_(one[slot])
+                own[piece.here].copy_(one[slot])
             wait(all_gather(flat, own, self._own.shards), self._name)
             for place, view in enumerate(bucket.views(flat)):
-                if has[slot][place]:
-                    whole[place][slot] = view.cpu().clone()
+                whole[place][slot] = view.cpu().clone()
         return whole
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of either format; every rank loads one.
+        """Load a state of either format, or of torch's ``set_state_dict``; every rank loads one.
 
         The model's weights are its own: load them too, before or afterwards.
 
@@ -137,11 +131,13 @@ class SavedShards(ShardedOptimizer):
         if problem:
             raise ValueError(f"{self._name}.load_state_dict: {problem}.")
         assert state is not None
+        groups = _with_steps(state_dict["param_groups"], state)
+        names = [name for group in groups for name in group["params"]]
+        by_number = {number: state[name] for number, name in enumerate(names) if name in state}
         found = [
-            (b, piece, self._part(state, form, b, piece)) for b, piece in self._fragments.values()
+            (b, piece, self._part(by_number, form, b, piece))
+            for b, piece in self._fragments.values()
         ]
-        step = int(state.get("step", 0))
-        groups = [{"step": step, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._seem_to_have_state()
         for bucket, piece, parts in found:
@@ -158,7 +154,7 @@ class SavedShards(ShardedOptimizer):
             bucket.versions = None  # model and optimizer are loaded in any order
 
     def _part(
-        self, state: Mapping[Any, Any], form: int, bucket: Bucket, piece: Piece
+        self, state: Mapping[int, Any], form: int, bucket: Bucket, piece: Piece
     ) -> dict[str, torch.Tensor]:
         """What was saved of a fragment, checked."""
         param = bucket.params[piece.place]
@@ -178,3 +174,9 @@ class SavedShards(ShardedOptimizer):
             part = x if form == 1 else x.reshape(-1)[piece.part]
             parts[key] = part.detach().to(param.device)
         return parts
+
+
+def _with_steps(groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """Saved groups with a step each; NVIDIA's Apex saved one for all, in the state."""
+    steps = [group["step"] if "step" in group else int(state.get("step", 0)) for group in groups]
+    return [{**group, "step": step} for group, step in zip(groups, steps, strict=True)]

@@ -49,7 +49,8 @@ class DistributedFusedAdam(SavedShards):
         average_grad_sync: Whether gradients are averaged over ranks, or summed.
         overlap_grad_sync: Whether gradients are sent during the backward pass.
         overlap_param_sync: Whether parameters are gathered during the next forward pass: a module
-            waits for its own. Call ``param_sync()`` before anything else reads them.
+            waits for its own, and the model's ``state_dict()`` for all. Call ``param_sync()``
+            before anything else reads them.
         bucket_cap_mb: MiB of gradients from which on a bucket is full.
         pipeline_size: Of how many buckets parameters are gathered at once.
         contiguous_param_buffer: Whether the parameters of a bucket are views of one buffer.
