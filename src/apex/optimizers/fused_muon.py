@@ -298,8 +298,10 @@ class FusedMuon(FusedOptimizer):
     # -- torch.optim -------------------------------------------------------------------------------
 
     def _check_loaded(self, loaded: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        for number, (mine, saved) in enumerate(zip(self.param_groups, groups, strict=False)):
+        every = zip(self.param_groups, groups, loaded["param_groups"], strict=False)
+        for number, (mine, saved, taken) in enumerate(every):
             algorithm = saved.get("algorithm", mine["algorithm"])
+            taken["algorithm"] = algorithm  # torch.optim's groups have none
             if algorithm != mine["algorithm"]:
                 raise ValueError(
                     f"FusedMuon: group {number} was saved with algorithm={algorithm!r}, and here "
