@@ -140,8 +140,9 @@ class SavedShards(ShardedOptimizer):
         found = [
             (b, piece, self._part(state, form, b, piece)) for b, piece in self._fragments.values()
         ]
-        step = int(state.get("step", 0))
-        groups = [{"step": step, **group} for group in state_dict["param_groups"]]
+        groups = state_dict["param_groups"]
+        if not any("step" in group for group in groups):  # else those without were never stepped
+            groups = [{**group, "step": int(state.get("step", 0))} for group in groups]
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._seem_to_have_state()
         for bucket, piece, parts in found:
