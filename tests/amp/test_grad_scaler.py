@@ -393,6 +393,23 @@ def test_a_norm_that_is_not_finite():
     assert scaler.outcome(optimizer).numbers() == (False, 0, 1, 4.0)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("size", [100.0, float("nan")])
+def test_a_coefficient_goes_with_a_batch_that_is_dropped(size, clips):
+    optimizer, scaler = SGD([leaf(2), leaf(1)]), OURS("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaled(optimizer, size)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    optimizer.zero_grad()
+    scaled(optimizer, 8.0)
+    if clips:
+        assert scaler.clip_grad_norm_(optimizer, 10.0).item() == pytest.approx(6**0.5)
+    weight = optimizer.param_groups[0]["params"][1]
+    before = weight.item()
+    scaler.step(optimizer)
+    assert weight.item() == pytest.approx(before - 0.5)
+
+
 def test_a_step_of_its_own_that_ignores_the_scale():
     class Own(apex.optimizers.FusedSGD):
         def step(self, closure=None):

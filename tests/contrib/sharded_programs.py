@@ -214,6 +214,33 @@ def dropped(rank):
     return [p.detach() for p in ps]
 
 
+def added(ranks, when, rank):
+    """A group that is added in the second step, whose gradients some ranks have, and the last."""
+    both = [nn.Parameter(torch.linspace(1.0, 2.0, n)) for n in (40, 5)]
+    alone = [nn.Parameter(p.detach().clone()) for p in both]
+    optimizer, one = DistributedFusedAdam(both[:1], lr=0.1), FusedAdam(alone[:1], lr=0.1)
+
+    def add(now):
+        if step == 1 and now:
+            optimizer.add_param_group({"params": both[1:]})
+            one.add_param_group({"params": alone[1:]})
+
+    for step in range(3):
+        add(when != "after the backward")
+        if step == 1 and when == "and loaded":
+            optimizer.load_state_dict(optimizer.state_dict())
+        having = [range(4), ranks if step else ()]
+        for p, other, some in zip(both, alone, having, strict=True):
+            if rank in some:
+                (p * (rank + 1.0) * (step - 1.5)).sum().backward()
+            mean = sum(number + 1.0 for number in some) / 4 * (step - 1.5)
+            other.grad = torch.full_like(other, mean) if len(some) else None
+        add(when == "after the backward")
+        optimizer.step()
+        one.step()
+    return [p.detach() for p in both], [p.detach() for p in alone]
+
+
 def buffers(rank):
     """Gradients written into the buffer by the program, and parameters in buffers."""
     ps = params()

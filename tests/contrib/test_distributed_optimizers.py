@@ -140,6 +140,13 @@ def test_a_batch_that_is_dropped(four):
     assert_all_are(four.run(programs.dropped), programs.alone(4))
 
 
+@pytest.mark.parametrize("when", ["before the backward", "after the backward", "and loaded"])
+@pytest.mark.parametrize("ranks", [range(4), (1,)], ids=len)
+def test_a_group_that_is_added_later(four, ranks, when):
+    for found, wanted in four.run(functools.partial(programs.added, ranks, when)):
+        assert all(map(torch.equal, found, wanted))
+
+
 def test_gradients_that_the_program_writes_into_the_buffer(four):
     answers = four.run(programs.buffers)
     assert_all_are([weights for weights, _ in answers], programs.alone(4))

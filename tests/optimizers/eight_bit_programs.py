@@ -19,6 +19,7 @@ from apex.optimizers import (
     FusedAdam,
     FusedLAMB,
     FusedLion,
+    FusedMuon,
     FusedNovoGrad,
     FusedSGD,
 )
@@ -31,6 +32,7 @@ MAKERS = {
     "FusedAdagrad": functools.partial(FusedAdagrad, lr=0.02),
     "FusedLAMB": functools.partial(FusedLAMB, lr=0.02, max_grad_norm=0.0),
     "FusedNovoGrad": functools.partial(FusedNovoGrad, lr=0.02),
+    "FusedMuon": functools.partial(FusedMuon, lr=0.02),
 }
 NORMED = ("FusedLAMB", "FusedNovoGrad")  # a norm of a weight's whole step is in the weight
 # Rows in uneven shards, two ranks without a row, three dimensions, and a state in float32: a shard

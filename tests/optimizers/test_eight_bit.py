@@ -25,10 +25,12 @@ from apex.optimizers import (
     FusedLAMB,
     FusedLion,
     FusedMixedPrecisionLamb,
+    FusedMuon,
     FusedNovoGrad,
     FusedSGD,
+    _owners,
 )
-from apex.optimizers._eight_bit import CODES, stored, value_of
+from apex.optimizers._eight_bit import CODES, is_code, stored, value_of
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, train, values
 from tests.optimizers.test_placements import Call
@@ -46,6 +48,7 @@ MAKERS = {
     ),
     "FusedAdagrad": FusedAdagrad,
     "FusedNovoGrad": FusedNovoGrad,
+    "FusedMuon": functools.partial(FusedMuon, iteration_dtype=torch.float32),
 }
 makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 # Full blocks, more than a program of the kernel has; rows that are no multiple of a block; a
@@ -58,7 +61,7 @@ HELD = 3
 def held(optimizer, param):
     """The state with float32 instead of codes."""
     state = optimizer.state[param]
-    return {slot: value_of(state, slot) for slot in optimizer.slots if slot in CODES}
+    return {slot: value_of(state, slot) for slot in CODES if is_code(state, slot)}
 
 
 # -- codes -----------------------------------------------------------------------------------------
@@ -170,7 +173,7 @@ def test_the_kernel_has_the_bits_of_the_definition(make):
         give_grads(params, 1)
         for param in params:
             param.grad[0] *= 2.0**-126  # denormals
-            stored(optimizer.state[param], optimizer.slots[0])[:2] = 0
+            stored(optimizer.state[param], next(iter(held(optimizer, param))))[:2] = 0
         params[0].grad[1] = 0.0
         with on(path):
             optimizer.step()
@@ -227,6 +230,15 @@ def test_which_states_are_held(make):
             assert dtypes == {torch.promote_types(param.dtype, torch.float32)}
 
 
+def test_batches_of_matrices(monkeypatch):
+    ends = []
+    for limit in (2**20, 1):
+        monkeypatch.setattr(_owners, "most", lambda device, limit=limit: limit)
+        params = parameters(shapes=SHAPES)
+        ends.append(train(FusedMuon(params, state="8bit"), params, range(3), "triton"))
+    assert same(*ends)
+
+
 def test_bytes_of_adams_state():
     params = parameters(shapes=[(64, 1024)])
     optimizer = FusedAdam(params, state="8bit")
@@ -277,11 +289,13 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("path", ["triton", None])
-@pytest.mark.parametrize("laid", MEMORY.values(), ids=MEMORY)
-def test_numbers_do_not_depend_on_the_memory(laid, path):
-    ends = []
+@pytest.mark.parametrize(
+    ("kind", "shape"), [*((kind, (36, 16, 3, 3)) for kind in MEMORY), ("transposed", (36, 144))]
+)
+def test_numbers_do_not_depend_on_the_memory(kind, shape, path):
+    ends, laid = [], MEMORY[kind]
     for way in (lambda x: x, laid):
-        params = [torch.nn.Parameter(way(parameters(shapes=[(36, 16, 3, 3)])[0].detach()))]
+        params = [torch.nn.Parameter(way(parameters(shapes=[shape])[0].detach()))]
         optimizer = FusedAdam(params, state="8bit")
         for seed in range(2):
             give_grads(params, seed)
@@ -376,8 +390,12 @@ def loss_of(seed, state, make):
         pytest.param(
             lambda params, **more: FusedLion(params, lr=5e-4, **more), marks=pytest.mark.exhaustive
         ),
+        pytest.param(
+            lambda params, **more: FusedMuon(params, lr=0.02, adam_lr=3e-3, **more),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-    ids=["FusedAdam", "FusedLion"],
+    ids=["FusedAdam", "FusedLion", "FusedMuon"],
 )
 def test_a_language_model_learns_as_with_float32(make):
     seeds = range(3)
@@ -427,7 +445,7 @@ def test_states_are_quantised_and_dequantised_on_loading(make):
     again.load_state_dict(wide.state_dict())
     for number, param in enumerate(params):
         assert wide.state[param].keys() == plain.state[param].keys()
-        for slot in set(plain.slots) & CODES.keys():
+        for slot in plain.state[param].keys() & CODES.keys():
             exact, value = plain.state[param][slot], wide.state[param][slot]
             assert value.dtype == exact.dtype
             if number < HELD:

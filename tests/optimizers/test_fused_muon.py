@@ -285,6 +285,18 @@ def test_switching_from_and_to_torch():
         FusedMuon(parameters()).torch_state_dict()
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_group_of_adam_stays_one_with_a_state_of_torchs(steps):
+    alone, params = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    first = torch.optim.AdamW(params, lr=0.02)
+    train(first, params, range(steps))
+    second = FusedMuon([{"params": params, "algorithm": "adam"}])
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["algorithm"] == "adam"
+    found = train(second, params, range(steps, 4))
+    assert far(found, train(torch.optim.AdamW(alone, lr=0.02), alone, range(4))) < MUON[FLOAT]
+
+
 def test_states_of_other_groups_are_refused():
     params = parameters(shapes=[(3, 2), (2, 3)])
     optimizer = FusedMuon(params, is_matrix=lambda name, param: False)

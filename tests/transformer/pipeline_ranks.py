@@ -88,12 +88,14 @@ def schedule(stages, options, rank):
         if "custom_grad_sync_func" in options:
             options["custom_grad_sync_func"] = lambda params: calls.append(len(list(params)))
         if "custom_sync_context_handler" in options:
+            backwards = []
+            next(models[0].parameters()).register_hook(backwards.append)
 
             @contextlib.contextmanager
             def context():
                 calls.append("enter")
                 yield
-                calls.append("exit")
+                calls.append(len(backwards))
 
             options["custom_sync_context_handler"] = context
         scaler = GradScaler(8.0) if scaled else None

@@ -46,7 +46,8 @@ def test_schedules(four, stages, options):
     has = [not options.get("forward_only")] * 2
     assert [found for found, _, _ in answers] == [has] * 4
     if "custom_grad_sync_func" in options:
-        assert [calls for _, calls, _ in answers] == [["enter", "exit", 2]] * 4
+        # the context ends before the last of six backwards
+        assert [calls for _, calls, _ in answers] == [["enter", 5, 2]] * 4
     if "num_micro_batches_with_partial_activation_checkpoints" in options:
         # stage 0 keeps the activations of one micro-batch of four, the last stage all
         assert answers[0][2] == [False, True, True, True, False, True]

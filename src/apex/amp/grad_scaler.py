@@ -157,7 +157,8 @@ class GradScaler(torch.amp.GradScaler):
         Call it before ``step``, on all ranks of the mesh, with or without ``unscale_``. The norm is
         that of the unscaled gradients, of all shards of DTensors and of this rank's other tensors,
         with a ``process_group`` too. An optimizer that takes a scale gets the coefficient with it,
-        and no gradient is written. Others have theirs changed in place.
+        and no gradient is written. Others have theirs changed in place. To drop the batch instead
+        of stepping, set the gradients to ``None``, as ``zero_grad()`` does.
 
         Arguments are those of :func:`apex.amp.clip_grad_norm_`, and so is what is returned.
 
@@ -178,6 +179,7 @@ class GradScaler(torch.amp.GradScaler):
             takes_scale, state = _takes_scale(optimizer), self._per_optimizer_states[id(optimizer)]
             if state["stage"] is OptState.STEPPED:
                 raise RuntimeError(f"{user} is being called after step().")
+            _forget_dropped(state)
             if state["stage"] is OptState.READY and not takes_scale:
                 self.unscale_(optimizer)
         params = [*iter_params(optimizer.param_groups)]
@@ -189,6 +191,8 @@ class GradScaler(torch.amp.GradScaler):
         coefficient = clip.coefficient(norm, max_norm, norm_type, error_if_nonfinite)
         if takes_scale:
             state["clip"] = (coefficient * state.get("clip", 1.0)).float()
+            one = min(params, key=lambda param: (param.grad is None, param.numel()))
+            state["clipped"] = one, one.grad  # a small one: it is kept until the next step
         else:
             clip.multiply_by_(grads, coefficient)
         return norm
@@ -212,6 +216,7 @@ class GradScaler(torch.amp.GradScaler):
             return result
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
+        _forget_dropped(state)
         has_own = hasattr(optimizer, "step_scaled") and _takes_scale(optimizer)
         if has_own and ("clip" in state or not _dtypes(optimizer).isdisjoint(_HALF)):
             result = self._step_by_factor(optimizer, state, args, kwargs)
@@ -325,6 +330,13 @@ def _default_ranks() -> _Ranks:
             "torch.distributed.init_process_group() before unpickling it."
         )
     return _Ranks(group_of_several("apex.amp.GradScaler", torch.distributed.group.WORLD))
+
+
+def _forget_dropped(state: dict[str, Any]) -> None:
+    """Forget the coefficient of gradients that were set to ``None`` instead of being stepped."""
+    param, grad = state.get("clipped", (None, None))
+    if param is not None and param.grad is not grad:
+        del state["clip"], state["clipped"]
 
 
 def _flags_of(state: Mapping[str, Any]) -> list[torch.Tensor]:

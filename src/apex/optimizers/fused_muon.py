@@ -46,8 +46,11 @@ class _Waiting(NamedTuple):
         params, *columns = (
             [column[n] for n in positions] for column in (self.bucket.params, *self.bucket.columns)
         )
-        extra = self.options.extra
-        options = self.options._replace(extra=extra and [extra[n] for n in positions])
+        extra, held = self.options.extra, self.options.held
+        options = self.options._replace(
+            extra=extra and [extra[n] for n in positions],
+            held=tuple(one._replace(absmax=[one.absmax[n] for n in positions]) for one in held),
+        )
         return _Waiting(Bucket(params, columns), self.hyper, options)
 
 
@@ -137,6 +140,7 @@ class FusedMuon(FusedOptimizer):
         iteration_dtype: torch.dtype = torch.bfloat16,
         set_grad_none: bool = True,
         storage: str = "plain",
+        state: str = "plain",
     ) -> None:
         if iteration_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
@@ -159,7 +163,9 @@ class FusedMuon(FusedOptimizer):
         }  # fmt: skip
         self._check_numbers(defaults)
         self._check_numbers({**defaults, **self._of_adam()})
-        super().__init__(params, defaults, set_grad_none=set_grad_none, storage=storage)
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, storage=storage, state=state
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # The base leaves callables out, which may be methods that others have replaced.
@@ -298,8 +304,10 @@ class FusedMuon(FusedOptimizer):
     # -- torch.optim -------------------------------------------------------------------------------
 
     def _check_loaded(self, loaded: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        for number, (mine, saved) in enumerate(zip(self.param_groups, groups, strict=False)):
+        every = zip(self.param_groups, groups, loaded["param_groups"], strict=False)
+        for number, (mine, saved, taken) in enumerate(every):
             algorithm = saved.get("algorithm", mine["algorithm"])
+            taken["algorithm"] = algorithm  # torch.optim's groups have none
             if algorithm != mine["algorithm"]:
                 raise ValueError(
                     f"FusedMuon: group {number} was saved with algorithm={algorithm!r}, and here "

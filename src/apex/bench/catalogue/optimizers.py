@@ -375,6 +375,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            EIGHT_BIT,
         ),
         options={"iteration_dtype": torch.float32},
         training={"lr": 0.02, "adam_lr": 0.005, "weight_decay": 0.01},

@@ -277,6 +277,8 @@ class ShardedGradients(FusedOptimizer):
 
     def _send(self) -> None:
         """Send the next bucket."""
+        if not self._next:  # a round has the same buckets on all ranks
+            self._prepare_buckets()
         assert self._own is not None
         world = torch.distributed.get_world_size(self._groups.all)
         scale = 1.0 / world if self._options.average_grad_sync else 1.0
@@ -310,7 +312,8 @@ class ShardedGradients(FusedOptimizer):
             wanted = max([1, *(count for b in self._buckets for count in b.arrivals)])
             while self._buckets and self._round < wanted:
                 self._send()
-            if any(bucket.filled for bucket in self._buckets):  # copied after the last round
+            # copied after the last round, or made after it
+            if any(bucket.filled or not bucket.rounds for bucket in self._buckets):
                 while self._round <= wanted:
                     self._send()
             while self._sent:

@@ -178,5 +178,6 @@ class SavedShards(ShardedOptimizer):
 
 def _with_steps(groups: Sequence[dict[str, Any]], state: Mapping[Any, Any]) -> list[dict[str, Any]]:
     """Saved groups with a step each; NVIDIA's Apex saved one for all, in the state."""
-    steps = [group["step"] if "step" in group else int(state.get("step", 0)) for group in groups]
-    return [{**group, "step": step} for group, step in zip(groups, steps, strict=True)]
+    has_steps = any("step" in group for group in groups)  # then one without was never stepped
+    step = 0 if has_steps else int(state.get("step", 0))
+    return [{"step": step, **group} for group in groups]

@@ -147,7 +147,7 @@ def quantize(value: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tenso
         Codes, uint8 of the same shape; and ``absmax``, float32 ``(rows, blocks of a row)``. Both
         are contiguous.
     """
-    cut = value.float().reshape(value.shape[0], row_length(value.shape))
+    cut = value.float().contiguous().view(value.shape[0], row_length(value.shape))
     size = cut.abs()
     largest = torch.cat([part.amax(-1) for part in _blocks(size)], 1)  # nan if one is
     absmax = largest.masked_fill(largest == math.inf, math.nan).masked_fill_(largest < TINY, 0.0)

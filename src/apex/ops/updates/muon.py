@@ -20,12 +20,12 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from apex.ops.lists.columns import Column, Scalar
-from apex.ops.lists.multi_tensor import Update, Values, run
+from apex.ops.lists.multi_tensor import PLAIN, Update, Values, run
 from apex.ops.lists.storage import StepOptions, run_stored
 from apex.ops.updates.newton_schulz import Iteration
 
@@ -95,8 +95,9 @@ def begin_(columns: Sequence[Column], hyper: Muon, options: StepOptions) -> list
     stores = ((1, 0), (2, 1), (0, 2)) if options.write_grads else ((1, 0), (2, 1))
     rest = 1 - hyper.momentum
     scalars = AverageScalars(options.factor, rest, rest if hyper.nesterov else 0.0)
+    codec = replace(PLAIN, held=tuple(one._replace(column=1) for one in options.held))
     run(
-        AVERAGE, [grads, buffers, directions], stores, scalars, noop=options.noop,
+        AVERAGE, [grads, buffers, directions], stores, scalars, noop=options.noop, codec=codec,
         dense=options.dense,
     )  # fmt: skip
     return directions
@@ -117,4 +118,4 @@ def finish_(
         some = [[column[n] for n in positions] for column in (updates, columns[1])]
         extra = None if options.extra is None else [options.extra[n] for n in positions]
         scalars = MoveScalars(hyper.lr * hyper.weight_decay, hyper.lr * adjustment)
-        run_stored(MOVE, some, scalars, options._replace(write_grads=False, extra=extra))
+        run_stored(MOVE, some, scalars, options._replace(write_grads=False, extra=extra, held=()))

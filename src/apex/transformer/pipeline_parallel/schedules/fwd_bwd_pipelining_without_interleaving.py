@@ -132,9 +132,9 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
             waiting.append((inputs, outputs))
         return outputs
 
-    def backward(grads: list[Any]) -> Any:
-        if len(waiting) == 1 and custom_sync_context_handler is not None:
-            sync.close()
+    def backward(k: int, grads: list[Any]) -> Any:
+        if k + 1 == count + warmup and custom_sync_context_handler is not None:
+            sync.close()  # the last one
         return common.backward_step(
             *waiting.pop(0), grads, kind, grad_scaler=grad_scaler,
             deallocate_pipeline_outputs=deallocate_pipeline_outputs,
@@ -160,7 +160,7 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
                 grads = each(p2p.recv_backward, after)
             if k < warmup or forward_only:
                 continue
-            grads = backward(grads)
+            grads = backward(k, grads)
             if k + 1 < count:
                 inputs = each(p2p.send_backward_recv_forward, before, grads)
             else:
