@@ -69,6 +69,11 @@ class StatefulOptimizer(SavedOptimizer):
             state[storage.column] = torch.zeros_like(param, dtype=storage.extra)
         return state
 
+    def _states_of(
+        self, params: Sequence[torch.Tensor], slots: tuple[str, ...]
+    ) -> list[dict[str, Any]]:
+        return [*map(self._state_of, params, repeat(slots))]
+
     def _master_or(self, param: torch.Tensor) -> torch.Tensor:
         """The parameter's master, made now if it is to have one; else the parameter."""
         state = self.state.get(param, {})
@@ -168,7 +173,7 @@ class StatefulOptimizer(SavedOptimizer):
         try:
             slots = [[*map(getter(slot), states)] for slot in kept]
         except KeyError:  # the first step of some
-            states = [*map(self._state_of, params, repeat(kept))]
+            states = self._states_of(params, kept)
             slots = [[*map(getter(slot), states)] for slot in kept]
         weights = here = params if plain else local_parts(params)
         # as many entries as slots: nothing else is there

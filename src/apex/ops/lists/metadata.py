@@ -24,7 +24,7 @@ from apex.ops import _runtime
 
 _Fact = TypeVar("_Fact", bound=Callable[..., Any])
 
-# A private class of torch 2.9 to 2.14; without it lists are looked at each time.
+# A private class, in torch 2.9 and in 2.13; without it lists are looked at each time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
