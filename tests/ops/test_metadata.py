@@ -89,6 +89,12 @@ def test_nothing_is_computed_while_metadata_stays():
     wrapped = [[torch.nn.Parameter(torch.randn(3)), torch.randn(3).as_subclass(Wrapper)]]
     assert [fact(wrapped), fact(wrapped)] == [6, 7]
     assert fact(lists()) == 1
+    # lists that differ in the middle only, or by whether they are parameters, take turns
+    others = [[column[0], torch.randn(6, 4), column[2]] for column in lists()]
+    params = [[torch.nn.Parameter(x) for x in column] for column in lists()]
+    first = [fact(others), fact(params)]
+    for _ in range(3):
+        assert [fact(lists()), fact(others), fact(params)] == [1, *first]
 
 
 class Wrapper(torch.Tensor):

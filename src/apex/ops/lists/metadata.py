@@ -49,13 +49,12 @@ def of_metadata(fact: _Fact) -> _Fact:
         # Equal keys need not mean equal metadata: they choose with what it is compared.
         some = [tensors[0], tensors[len(tensors) // 2], tensors[-1]]
         kept = _kept(fact, more, *map(len, columns), *[(x.dtype, x.numel()) for x in some])
-        if kept:
-            guards, found = kept[0]
+        for guards, found in kept:
             if guards.check(*tensors):
                 return found
         found = fact(columns, *more)
         if _Guards is not None and {*_runtime.PLAIN}.issuperset(map(type, tensors)):
-            kept[:] = [(_guards(tensors), found)]
+            kept[:] = [(_guards(tensors), found), *kept[:3]]  # such as parameters and gradients
         return found
 
     return cast("_Fact", known)
