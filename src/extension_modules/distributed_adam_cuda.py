@@ -27,8 +27,8 @@ _NUMBERS = "grad_scale lr beta1 beta2 epsilon step mode bias_correction weight_d
 def _step(given: Any) -> None:
     params, *moments, grads, outs = given.columns
     noop, numbers = flag_to_read(given.noop_flag, given.device), numbers_of(Adam, given)
-    for _, some in grouped([grads, params, *moments, outs]):
-        adam_(some[:4], numbers, StepOptions(given.grad_scale, noop, extra=some[4]))
+    for _, some, dense in grouped([grads, params, *moments, outs]):
+        adam_(some[:4], numbers, StepOptions(given.grad_scale, noop, extra=some[4], dense=dense))
 
 
 @list_function(5, _NUMBERS)
@@ -50,8 +50,8 @@ def _with_remainders(given: Any) -> None:
     weights = [param.clone() for param in params]
     lows = [low.view(torch.int16) for low in lows]
     options = StepOptions(given.grad_scale, noop, storage=LOW_BITS)
-    for _, some in grouped([grads, weights, *moments, lows]):
-        adam_(some[:4], numbers, options._replace(extra=some[4]))
+    for _, some, dense in grouped([grads, weights, *moments, lows]):
+        adam_(some[:4], numbers, options._replace(extra=some[4], dense=dense))
     is_taken = noop.reshape(()) == 0
     for out, weight in zip(outs, weights, strict=True):
         out.copy_(torch.where(is_taken, weight, out))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from apex.ops.lists.columns import as_vector
 from apex.optimizers import FusedNovoGrad
 from tests.optimizers.common import (
     DTYPES,
@@ -211,6 +212,34 @@ def test_norms_in_the_groups_alone():
     assert same(torch.cat(vectors).unbind(), kept)
     assert optimizer.state_dict()["param_groups"][0]["exp_avg_sq"] is vectors
     assert same(copy.deepcopy(optimizer).param_groups[0]["exp_avg_sq"], vectors)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_norms_in_one_vector_step_as_others(path):
+    """A step reads and writes the vector, whether parameters are new, pause, or were loaded."""
+    results = []
+    for apart in (False, True):
+        params = parameters(shapes=(*SMALL, *SMALL)) + parameters(torch.float64, SMALL)
+        optimizer = FusedNovoGrad(params, lr=0.02)
+        for number, pausing in enumerate([(), (), (1,), (0, 3), ()]):
+            give_grads(params, number)
+            for index in pausing:
+                params[index].grad = None
+            with on(path):
+                optimizer.step()
+            if number == 2:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = FusedNovoGrad(params)
+                optimizer.load_state_dict(saved)
+            for state in optimizer.state.values() if apart else ():
+                state["norm"] = state["norm"].clone()
+        norms = [optimizer.state[param]["norm"] for param in params]
+        assert [as_vector(x).data_ptr() == x[0].data_ptr() for x in (norms[:4], norms[4:])] == (
+            [not apart] * 2
+        )
+        assert same(torch.cat(optimizer.param_groups[0]["exp_avg_sq"]).unbind(), norms)
+        results.append([*norms, *params])
+    assert same(*results)
 
 
 def test_arguments_of_the_original():

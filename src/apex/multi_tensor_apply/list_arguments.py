@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists import columns
 from apex.ops.lists.columns import Column, flag_on, local_parts, scalar_on
+from apex.ops.lists.metadata import of_metadata
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -161,19 +162,19 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
     return [list(column) for column in zip(*positions, strict=True)]
 
 
+@of_metadata
 def _fit_as_they_are(columns: Sequence[Column]) -> bool:
-    """Whether nothing is to be refused or viewed, by functions in C: a fifth of the time."""
+    """Whether nothing is to be refused or viewed."""
     if not columns[0] or len({*map(len, columns)}) > 1:
         return False
-    first, *others = columns
-    others = [column for column in others if not all(map(is_, column, first))]  # not in place
-    every = [*chain(first, *others)]
+    every = [*chain.from_iterable(columns)]
+    shapes = [[*map(_SHAPE, column)] for column in columns]
     return (
         {*map(_LAYOUT, every)} == {torch.strided}
         and len({*map(_DEVICE, every)}) == 1
         and all(dtype.is_floating_point for dtype in {*map(_DTYPE, every)})
-        and all(map(torch.Tensor.is_contiguous, every))
-        and all([*map(_SHAPE, first)] == [*map(_SHAPE, column)] for column in others)
+        and all(map(_is_taken, every))
+        and all(column == shapes[0] for column in shapes)
     )
 
 

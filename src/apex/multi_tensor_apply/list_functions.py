@@ -173,9 +173,9 @@ def _stepped(
 ) -> None:
     """Step the lists; one behind gradients, weights and ``states`` gets the weights, rounded."""
     numbers = numbers_of(kind, given)
-    for _, some in grouped(given.columns):
+    for _, some, dense in grouped(given.columns):
         extra = some[2 + states] if len(some) > 2 + states else None
-        step(some[: 2 + states], numbers, options._replace(extra=extra))
+        step(some[: 2 + states], numbers, options._replace(extra=extra, dense=dense))
 
 
 @list_function((3, 4), "wd momentum dampening lr nesterov first_run wd_after_momentum scale")
@@ -190,8 +190,8 @@ def multi_tensor_sgd(given: Any) -> None:
     """
     _check_sgd_types(given.columns)
     hyper, noop = numbers_of(SGD, given), flag_to_read(given.noop_flag, given.device)
-    for positions, (grads, params, buffers, *more) in grouped(given.columns):
-        options = StepOptions(given.scale, noop, extra=more[0] if more else None)
+    for positions, (grads, params, buffers, *more), dense in grouped(given.columns):
+        options = StepOptions(given.scale, noop, extra=more[0] if more else None, dense=dense)
         first = torch.ones(len(positions), dtype=torch.float32, device=given.device)
         begins = given.first_run and hyper.momentum
         taking_part = [grads, params, buffers] if hyper.momentum else [grads, params]
@@ -321,12 +321,12 @@ def multi_tensor_lamb_stage1_cuda(given: Any) -> None:
     decays = one_each("per_tensor_decay", given.per_tensor_decay, given.columns[0])
     factor = _clipping(given.global_grad_norm, given.max_global_grad_norm)
     beta1, beta2, step = given.beta1, given.beta2, given.step + 1
-    for positions, some in grouped(given.columns):
+    for positions, some, dense in grouped(given.columns):
         scalars = TermScalars(
             factor, beta1, 1 - beta1, beta2, 1 - beta2, given.epsilon, unbiased(beta1, step),
             unbiased(beta2, step), 0.0, taken(decays, positions),
         )  # fmt: skip
-        run(TERM, some, ((2, 1), (3, 2), (4, 0)), scalars)
+        run(TERM, some, ((2, 1), (3, 2), (4, 0)), scalars, dense=dense)
 
 
 @list_function(
@@ -344,5 +344,6 @@ def multi_tensor_lamb_stage2_cuda(given: Any) -> None:
     terms = one_each("per_tensor_update_norm", given.per_tensor_update_norm, params)
     adapts = 1.0 if given.use_nvlamb_python else given.weight_decay
     each_rate = trusted_rates(sizes, terms, given.lr, adapts)
-    for positions, (some, theirs) in grouped(given.columns):
-        run(APPLY, [theirs, some], ((1, 0),), ApplyScalars(taken(each_rate, positions)))
+    for positions, (some, theirs), dense in grouped(given.columns):
+        rates = ApplyScalars(taken(each_rate, positions))
+        run(APPLY, [theirs, some], ((1, 0),), rates, dense=dense)

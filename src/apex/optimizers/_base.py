@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
-from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_contiguous
+from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_real_and_strided
 from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.storage import ScaledStep, StepOptions
@@ -40,7 +40,7 @@ from apex.optimizers._buckets import (
 from apex.optimizers._state import StatefulOptimizer
 from apex.optimizers._zero import Partition, partition
 
-_DTYPE, _LAYOUT, _GRAD = map(attrgetter, ("dtype", "layout", "grad"))
+_GRAD = attrgetter("grad")
 
 
 class FusedOptimizer(StatefulOptimizer):
@@ -236,11 +236,7 @@ class FusedOptimizer(StatefulOptimizer):
             noop=noop,
             write_grads=write_grads,
             storage=self._storage,
-            # Only a gradient may have the negative bit: parameters that do are refused.
-            dense=all(
-                are_contiguous([*columns, [x for x in extra or () if x is not None]], columns[:1])
-                for _, columns, extra, _ in lists
-            ),
+            dense=all(is_uniform for *_, is_uniform, _ in lists),
         )
         updates = self._updates(together, chain.from_iterable(starmap(split, lists)), options)
         self._finish(updates, sharded)
@@ -302,13 +298,12 @@ class FusedOptimizer(StatefulOptimizer):
             some = [groups * (its == slots) for groups, its in zip(together, kept, strict=True)]
             params = [param for groups in some for _, params, _ in groups for param in params]
             grads = [grad for groups in some for _, _, found in groups for grad in found]
-            columns, extra = self._columns(params, grads, slots, copies, plain=plain)
-            yield params, columns, extra, [sum(len(one.params) for one in each) for each in some]
+            found = self._columns(params, grads, slots, copies, plain=plain)
+            yield params, *found, [sum(len(one.params) for one in each) for each in some]
 
     def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` if a gradient is not dense and real."""
-        complex_ = any(dtype.is_complex for dtype in {*map(_DTYPE, found)})
-        if not complex_ and {*map(_LAYOUT, found)} <= {torch.strided}:
+        if are_real_and_strided([found]):
             return
         for grad in found:
             if grad.layout != torch.strided:

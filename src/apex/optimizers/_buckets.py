@@ -29,6 +29,7 @@ SplitArguments = tuple[
     Sequence[torch.Tensor],
     Sequence[Sequence[torch.Tensor]],
     Sequence[torch.Tensor | None] | None,
+    bool,
     Sequence[int],
 ]
 # By the id of a step on a device: the steps there, and which of them it is.
@@ -162,6 +163,7 @@ def split(
     params: Sequence[torch.Tensor],
     columns: Sequence[Sequence[torch.Tensor]],
     extra: Sequence[torch.Tensor | None] | None,
+    is_uniform: bool,
     sizes: Sequence[int],
 ) -> Iterable[tuple[int, Bucket]]:
     """Split parameters into buckets.
@@ -170,17 +172,19 @@ def split(
         params: The parameters.
         columns: Gradients, weights and every slot.
         extra: What is stored beside each weight; ``None`` for nothing at all.
+        is_uniform: Whether all of it is known to have one device, and one dtype for each column.
         sizes: How many parameters each list of joined groups has, one list after the other.
 
     Yields:
         The number of the list of groups, and a bucket of it.
     """
-    if extra is None and of_one_kind(columns):
+    if is_uniform or (extra is None and of_one_kind(columns)):
         start = 0
         for number, size in enumerate(sizes):
             part = slice(start, start := start + size)
             if size:
-                yield number, Bucket(list(params[part]), [list(column[part]) for column in columns])
+                beside: Any = None if extra is None else list(extra[part])
+                yield number, Bucket(list(params[part]), [list(x[part]) for x in columns], beside)
         return
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(

@@ -205,8 +205,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _check_stored(self, params: Sequence[torch.Tensor]) -> None:
         """Raise ``RuntimeError`` for a parameter that the storage does not keep."""
-        others = {param.dtype for param in params} - {torch.bfloat16}
-        if self.storage != "plain" and others:
+        if self.storage == "plain":
+            return
+        if others := {param.dtype for param in params} - {torch.bfloat16}:
             raise RuntimeError(
                 f"{self._name}: storage={self.storage!r} keeps bfloat16 weights; a parameter has "
                 f"{others.pop()}. Convert the model with .bfloat16() first; for a model that was "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, are_contiguous, local_parts
+from apex.ops.lists.columns import Column, are_contiguous, are_uniform, local_parts
 from apex.ops.lists.quantized import Held, absmax_shape
 from apex.optimizers._buckets import Bucket
 from apex.optimizers._checkpoint import SavedOptimizer
@@ -68,6 +68,11 @@ class StatefulOptimizer(SavedOptimizer):
         if storage.column is not None and storage.column not in state:
             state[storage.column] = torch.zeros_like(param, dtype=storage.extra)
         return state
+
+    def _states_of(
+        self, params: Sequence[torch.Tensor], slots: tuple[str, ...]
+    ) -> list[dict[str, Any]]:
+        return [*map(self._state_of, params, repeat(slots))]
 
     def _master_or(self, param: torch.Tensor) -> torch.Tensor:
         """The parameter's master, made now if it is to have one; else the parameter."""
@@ -155,8 +160,11 @@ class StatefulOptimizer(SavedOptimizer):
         copies: Mapping[torch.Tensor, torch.Tensor] | None,
         *,
         plain: bool,
-    ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None]:
-        """Gradients, weights and these slots; and what is stored beside the weights, or None."""
+    ) -> tuple[list[Sequence[torch.Tensor]], Sequence[torch.Tensor | None] | None, bool]:
+        """Gradients, weights and these slots; and what is stored beside the weights, or None.
+
+        The last is whether all of it is known to be uniform, as :func:`are_uniform` says.
+        """
         states = [*map(self.state.__getitem__, params)]
         if self._mastered and not all(map(_MASTERED, states)):
             for param in params:
@@ -165,7 +173,7 @@ class StatefulOptimizer(SavedOptimizer):
         try:
             slots = [[*map(getter(slot), states)] for slot in kept]
         except KeyError:  # the first step of some
-            states = [*map(self._state_of, params, repeat(kept))]
+            states = self._states_of(params, kept)
             slots = [[*map(getter(slot), states)] for slot in kept]
         weights = here = params if plain else local_parts(params)
         # as many entries as slots: nothing else is there
@@ -177,10 +185,34 @@ class StatefulOptimizer(SavedOptimizer):
         columns = [grads, weights, *slots]
         if not plain:
             columns = [*map(local_parts, columns)]
-        self._check_places(here, columns, extra, kept)
+        is_uniform = self._are_uniform(here, columns, extra, kept)
+        if not is_uniform:
+            self._check_places(here, columns, extra, kept)
         if self._state_form == "8bit":
             self._check_absmax(params, columns[2:], kept)
-        return columns, extra
+        return columns, extra, is_uniform
+
+    def _are_uniform(
+        self,
+        params: Sequence[torch.Tensor],
+        columns: Sequence[Column],
+        extra: Sequence[torch.Tensor | None] | None,
+        slots: Sequence[str],
+    ) -> bool:
+        """Whether one launch takes all of it; arguments as those of :meth:`_check_places`."""
+        alike: list[Column] = [*columns[:2]]
+        if columns[1] is not params:
+            alike.append(params)
+        others: list[Column] = []
+        for slot, column in zip(slots, columns[2:], strict=True):
+            (others if slot in self.slot_shapes else alike).append(column)
+        if extra is not None:
+            full = [x for x in extra if x is not None]
+            if len(full) < len(extra):
+                return False
+            alike.append(full)
+        shapes = [self.slot_shapes[slot] for slot in slots if slot in self.slot_shapes]
+        return are_uniform([*alike, *others], *shapes)
 
     def _held(self, bucket: Bucket, slots: Sequence[str]) -> tuple[Held, ...]:
         """Which columns of a bucket are held in 8 bits."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.lists.columns import Scalar, local
+from apex.ops.lists.columns import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
 from apex.ops.lists.phases import Kind
 from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_phases
 from apex.optimizers._base import FusedOptimizer
@@ -105,6 +105,24 @@ class FusedNovoGrad(FusedOptimizer):
         found = super()._new_slot(slot, param)
         return found.fill_(UNSET) if slot == "norm" else found
 
+    def _states_of(
+        self, params: Sequence[torch.Tensor], slots: tuple[str, ...]
+    ) -> list[dict[str, Any]]:
+        self._join_norms([param for param in params if "norm" not in self.state[param]])
+        return super()._states_of(params, slots)
+
+    def _join_norms(self, params: Iterable[torch.Tensor]) -> None:
+        """Put the norms of parameters of one dtype into one vector, of which they become views.
+
+        A step copies others to a vector and back. Where a CUDA graph may have been captured, only
+        new norms can be joined: the graph reads the others where they are.
+        """
+        plain = [param for param in params if type(param) in OWN_MEMORY]
+        for _, (some,), _ in grouped([plain]) if plain else ():
+            norms = torch.stack([self._state_of(param, ("norm",))["norm"] for param in some])
+            for param, norm in zip(some, norms.unbind(), strict=True):
+                self.state[param]["norm"] = norm
+
     def step_scaled(
         self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
     ) -> None:
@@ -123,17 +141,11 @@ class FusedNovoGrad(FusedOptimizer):
             states = [self.state.get(param, {}) for param in group["params"]]
             for param, state in zip(group["params"], states, strict=True):
                 if "norm" in state:
-                    norms[param.dtype].append(local(state["norm"]))
+                    norms[param.dtype].append(state["norm"])
             kinds = KINDS if norms[KINDS[2]] or norms[KINDS[3]] else KINDS[:2]
             if any(norms.values()):
                 device = group["params"][0].device
-                none = torch.zeros(0, dtype=torch.float32, device=device)
-                group["exp_avg_sq"] = [
-                    torch.stack([x.to(device, non_blocking=True) for x in norms[kind]])
-                    if norms[kind]
-                    else none
-                    for kind in kinds
-                ]
+                group["exp_avg_sq"] = [_copied(norms[kind], device) for kind in kinds]
             elif not any(map(_is_begun, states)):  # the state was cleared
                 group.pop("exp_avg_sq", None)
 
@@ -162,7 +174,19 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
+        every = [param for group in self.param_groups for param in group["params"]]
+        self._join_norms(param for param in every if "norm" in self.state.get(param, {}))
         self._show_norms()
+
+
+def _copied(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A vector of norms that may be anywhere."""
+    if not norms:
+        return torch.zeros(0, dtype=torch.float32, device=device)
+    norms = local_parts(norms)
+    if any(norm.device != device for norm in norms):
+        norms = [norm.to(device, non_blocking=True) for norm in norms]
+    return as_vector(norms).clone()
 
 
 def _is_begun(state: Mapping[str, Any]) -> bool:

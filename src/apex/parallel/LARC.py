@@ -107,7 +107,7 @@ class LARC(WrappedOptimizer):
             params = [param for param in group["params"] if param.grad is not None]
             grads = placed("LARC", params, [param.grad for param in params])
             columns = [local_parts(grads), local_parts(params)]
-            for positions, (some, theirs) in grouped(columns) if params else ():
+            for positions, (some, theirs), _ in grouped(columns) if params else ():
                 phases = larc_phases(
                     some,
                     theirs,

@@ -90,7 +90,7 @@ def multiply_by_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         for grad in grads:
             grad.mul_(factor.to(grad.device, non_blocking=True))
         return
-    for _, (some,) in grouped([grads]):
+    for _, (some,), _ in grouped([grads]):
         here = factor.to(some[0].device, non_blocking=not some[0].is_cpu)
         scale_(some, some, here if some[0].dtype == torch.float64 else here.float())
 

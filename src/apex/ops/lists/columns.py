@@ -9,39 +9,82 @@ are sliced and joined by lists of the host, and numbers are arguments of a kerne
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, itemgetter
 
 import torch
 
 from apex.ops import _runtime
+from apex.ops.lists.metadata import of_metadata
 
 Column = Sequence[torch.Tensor]
 Scalar = float | torch.Tensor
+Shape = Callable[[torch.Tensor], Sequence[int]]
 
 OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))  # types of tensors that are no wrappers
 
 _DTYPE, _DEVICE, _IS_CPU = map(attrgetter, ("dtype", "device", "is_cpu"))
+_SHAPE, _LAYOUT = map(attrgetter, ("shape", "layout"))
 _IS_CONTIGUOUS, _IS_NEG, _STRIDE = (
     torch.Tensor.is_contiguous, torch.Tensor.is_neg, torch.Tensor.stride,
 )  # fmt: skip
 
 
-def grouped(columns: Sequence[Column]) -> Iterable[tuple[list[int], list[list[torch.Tensor]]]]:
+def grouped(
+    columns: Sequence[Column],
+) -> Iterable[tuple[list[int], list[list[torch.Tensor]], bool]]:
     """Split into lists of one device and one dtype for each column.
 
     Yields:
-        The positions, in order, and the columns at these positions.
+        The positions, in order, the columns at these positions, and whether they are known to be
+        uniform, see :func:`are_uniform`.
     """
-    if len({*map(len, columns)}) == 1 and of_one_kind(columns):
-        yield list(range(len(columns[0]))), [list(column) for column in columns]
+    is_uniform = are_uniform(columns)
+    if is_uniform or (len({*map(len, columns)}) == 1 and of_one_kind(columns)):
+        yield list(range(len(columns[0]))), [list(column) for column in columns], is_uniform
         return
     groups: dict[object, list[int]] = {}
     for number, position in enumerate(zip(*columns, strict=True)):
         key = (position[0].device, *(tensor.dtype for tensor in position))
         groups.setdefault(key, []).append(number)
     for positions in groups.values():
-        yield positions, [[column[i] for i in positions] for column in columns]
+        yield positions, [[column[i] for i in positions] for column in columns], False
+
+
+@of_metadata
+def are_uniform(columns: Sequence[Column], *shapes: Shape) -> bool:
+    """Whether one launch takes all columns as they are.
+
+    They have tensors, on one device, each column of one dtype; the tensors of a position have one
+    shape, and no position is odd.
+
+    Args:
+        columns: Lists of tensors.
+        shapes: For the last columns what their shapes are instead, by the tensors of the first.
+    """
+    if not columns[0] or len({*map(len, columns)}) > 1:
+        return False
+    tensors = [*chain.from_iterable(columns)]
+    alike = columns[: len(columns) - len(shapes)]
+    expected = [[*map(_SHAPE, columns[0])]] * len(alike)
+    expected += [[*map(shape, columns[0])] for shape in shapes]
+    return (
+        {*map(_LAYOUT, tensors)} == {torch.strided}
+        and len({*map(_DEVICE, tensors)}) == 1
+        and of_one_kind(columns)
+        and [[*map(_SHAPE, column)] for column in columns] == expected
+        and not odd_positions(alike)
+        and are_contiguous(columns[len(alike) :], columns[len(alike) :])
+    )
+
+
+@of_metadata
+def are_real_and_strided(columns: Sequence[Column]) -> bool:
+    """Whether no tensor is complex or has another layout than that of a dense one."""
+    tensors = [*chain.from_iterable(columns)]
+    is_complex = any(dtype.is_complex for dtype in {*map(_DTYPE, tensors)})
+    return not is_complex and {*map(_LAYOUT, tensors)} <= {torch.strided}
 
 
 def of_one_kind(columns: Sequence[Column]) -> bool:
@@ -64,6 +107,19 @@ def taken(vector: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         return vector
     slices = [vector[first:last] for first, last in _runs(positions)]
     return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+
+def as_vector(column: Column) -> torch.Tensor:
+    """0-dim tensors of one device and dtype as a vector.
+
+    It has their memory where they follow each other there, as what ``unbind`` returned does. Else
+    it is a copy.
+    """
+    first, addresses = column[0], [*map(torch.Tensor.data_ptr, column)]
+    size = first.element_size()
+    if addresses == [*range(addresses[0], addresses[0] + len(column) * size, size)]:
+        return first.as_strided((len(column),), (1,))
+    return torch.stack(list(column))
 
 
 def joined(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
@@ -150,6 +206,7 @@ def are_contiguous(columns: Iterable[Column], signed: Iterable[Column]) -> bool:
     )
 
 
+@of_metadata
 def odd_positions(columns: Sequence[Column]) -> list[int]:
     """Positions whose tensors kernels cannot walk by address alone, in order.
 

@@ -17,6 +17,7 @@ by ``noop``, a one-element tensor that is read where the tensors are.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex.kernels._tables import Table
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, Scalar, joined, odd_positions, set_flag, taken
 from apex.ops.lists.pointer_tables import TABLES
@@ -290,13 +292,16 @@ def raise_flag(
 # -- the kernel ----------------------------------------------------------------------------------
 
 
+@functools.cache  # `import_module` takes 4 us
 def _jitted(name: str) -> list[Any]:
     module, functions = name.split(":")
     found = importlib.import_module(f"apex.kernels.{module}")
     return [getattr(found, function) for function in functions.split(",")]
 
 
-def _of_codes(call: _Call, shapes: Sequence[torch.Size]) -> dict[str, Any]:
+def _of_codes(
+    call: _Call, shapes: Sequence[torch.Size], absmaxes: Sequence[Table]
+) -> dict[str, Any]:
     """What a launch takes in addition for columns that are held in 8 bits."""
     from apex.kernels import quantized
 
@@ -304,7 +309,7 @@ def _of_codes(call: _Call, shapes: Sequence[torch.Size]) -> dict[str, Any]:
     return quantized.more(
         len(call.columns),
         [one.column for one in call.codec.held],
-        [TABLES.table(one.absmax, call.device) for one in call.codec.held],
+        absmaxes,
         [table.values for table in tables],
         [table.cells for table in tables],
         TABLES.numbers(map(row_length, shapes), call.device),
@@ -314,24 +319,26 @@ def _of_codes(call: _Call, shapes: Sequence[torch.Size]) -> dict[str, Any]:
 def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
-    device = call.device
+    device, held = call.device, call.codec.held
     sizes, more = tuple(map(torch.Tensor.numel, call.columns[0])), {}
-    if call.codec.held:
-        shapes = [x.shape for x in call.columns[call.codec.held[0].column]]
+    if held:
+        shapes = [x.shape for x in call.columns[held[0].column]]
         sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
-        more = _of_codes(call, shapes)
-    layout = TABLES.layout(sizes, device)
-    if not layout.programs:  # all tensors are empty
-        return torch.zeros(len(call.sums), layout.tensors, device=device) if call.sums else None
+    if not any(sizes):
+        return torch.zeros(len(call.sums), len(sizes), device=device) if call.sums else None
+    columns = [*call.columns, *[one.absmax for one in held]]
+    layout, tables = TABLES.of_launch(sizes, columns, device)
+    if held:
+        more = _of_codes(call, shapes, tables[len(call.columns) :])
     (function,) = _jitted(call.update.kernel)
     decode, encode = _jitted(call.codec.kernel)
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
-    written += [tensor for one in call.codec.held for tensor in one.absmax]
+    written += [tensor for one in held for tensor in one.absmax]
     torch.autograd.graph.increment_version(written)
     return kernels.launch(
         layout,
-        [TABLES.table(column, device) for column in call.columns],
+        tables[: len(call.columns)],
         [column[0].dtype for column in call.columns],
         function, call.stores, call.update.scalars._fields, call.scalars, noop=call.noop,
         sums=call.sums, codec=(decode, encode), seed=call.seed, largest=call.largest,

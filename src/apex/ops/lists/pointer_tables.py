@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,15 +48,16 @@ class TableCache:
         self._captured: dict[int, Any] = {}
         self._lock = threading.Lock()
 
-    def layout(self, numels: tuple[int, ...], device: torch.device) -> Layout:
-        """Find or upload where programs work in tensors of these sizes."""
-        found: Layout = self.find(Layout, numels, device)
-        return found
-
-    def table(self, column: Iterable[torch.Tensor], device: torch.device) -> Table:
-        """Find or upload the addresses of a column."""
-        found: Table = self.find(Table, tuple(map(torch.Tensor.data_ptr, column)), device)
-        return found
+    def of_launch(
+        self,
+        numels: tuple[int, ...],
+        columns: Iterable[Iterable[torch.Tensor]],
+        device: torch.device,
+    ) -> tuple[Layout, list[Table]]:
+        """Find or upload where programs work in tensors of these sizes, and their addresses."""
+        addresses = [tuple(map(torch.Tensor.data_ptr, column)) for column in columns]
+        layout, *tables = self._find([(Layout, numels), *zip(repeat(Table), addresses)], device)
+        return layout, tables
 
     def numbers(self, numbers: Iterable[int], device: torch.device) -> Table:
         """Find or upload a number for each tensor of a column."""
@@ -69,27 +71,43 @@ class TableCache:
 
     def find(self, kind: type, numbers: tuple[int, ...], device: torch.device) -> Any:
         """Find or upload ``kind(numbers, device)``: its tensors, from those in its ``hosts``."""
-        key = kind, numbers, device
-        stream = current_stream(device)
+        (found,) = self._find([(kind, numbers)], device)
+        return found
+
+    def _find(
+        self, wanted: Iterable[tuple[type, tuple[int, ...]]], device: torch.device
+    ) -> list[Any]:
+        stream, capturing = current_stream(device), _runtime.capturing()
         with self._lock:
-            by_stream = self._tables.get(key, {})
-            found = by_stream.get(stream)
-            if _runtime.capturing():
-                # `torch.cuda.graph` synchronizes first: what any stream has uploaded is there. What
-                # is uploaded now arrives only when the graph runs, so no other call may use it.
-                found = found or next(iter(by_stream.values()), None) or kind(numbers, device)
-                self._captured[id(found)] = found
-                return found
-            if found is None:
-                found = by_stream[stream] = kind(numbers, device)
-                found.hosts.clear()
-                self._tables[key] = by_stream
-                self._bytes += _size(numbers, found)
-            self._tables.move_to_end(key)
-            while self._bytes > self._limit and len(self._tables) > 1:
-                (_, old, _), tables = self._tables.popitem(last=False)
-                self._bytes -= sum(_size(old, table) for table in tables.values())
+            return [self._one(*each, device, stream, capturing) for each in wanted]
+
+    def _one(
+        self,
+        kind: type,
+        numbers: tuple[int, ...],
+        device: torch.device,
+        stream: int,
+        capturing: bool,
+    ) -> Any:
+        key = kind, numbers, device
+        by_stream = self._tables.get(key, {})
+        found = by_stream.get(stream)
+        if capturing:
+            # `torch.cuda.graph` synchronizes first: what any stream has uploaded is there. What
+            # is uploaded now arrives only when the graph runs, so no other call may use it.
+            found = found or next(iter(by_stream.values()), None) or kind(numbers, device)
+            self._captured[id(found)] = found
             return found
+        if found is None:
+            found = by_stream[stream] = kind(numbers, device)
+            found.hosts.clear()
+            self._tables[key] = by_stream
+            self._bytes += _size(numbers, found)
+        self._tables.move_to_end(key)
+        while self._bytes > self._limit and len(self._tables) > 1:
+            (_, old, _), tables = self._tables.popitem(last=False)
+            self._bytes -= sum(_size(old, table) for table in tables.values())
+        return found
 
 
 def _size(numbers: tuple[int, ...], table: Layout | Table) -> int:

@@ -57,14 +57,14 @@ def scale_(
         With ``norms`` the sum of the squares of each tensor of ``x``, float32 ``(tensors,)``.
     """
     parts = []
-    for positions, columns in grouped([x, out]):
+    for positions, columns, dense in grouped([x, out]):
         x, out = columns
-        if not norms and _scale_on_cpu(x, out, factor, flag):
+        if not norms and _scale_on_cpu(x, out, factor, flag, dense=dense):
             continue
         sums = (GIVEN_SQUARE,) if norms else ()
         found = run(
             SCALE, columns, ((1, SCALED),), ScaleScalars(factor), sums=sums, flag=flag,
-            flags=(GIVEN,),
+            flags=(GIVEN,), dense=dense,
         )  # fmt: skip
         if found is not None:
             parts.append((positions, found[0]))
@@ -94,21 +94,25 @@ def axpby_(
         checked: Whether ``x`` and ``y`` are looked at.
     """
     flags = tuple(number for number, wanted in zip((1, 2), checked, strict=True) if wanted)
-    for _, columns in grouped([x, y, out]):
-        run(AXPBY, columns, ((2, 0),), AxpbyScalars(a, b), flag=flag, flags=flags)
+    for _, columns, dense in grouped([x, y, out]):
+        run(AXPBY, columns, ((2, 0),), AxpbyScalars(a, b), flag=flag, flags=flags, dense=dense)
 
 
 # -- torch's check-and-unscale on a CPU ----------------------------------------------------------
 
 
-def _scale_on_cpu(x: Column, out: Column, factor: Scalar, flag: torch.Tensor | None) -> bool:
+def _scale_on_cpu(
+    x: Column, out: Column, factor: Scalar, flag: torch.Tensor | None, *, dense: bool
+) -> bool:
     """Scale and check in one pass, in place: 1e7 float32 take 1.7 ms, by the definition 30.
 
     Returns:
         Whether that was done: nothing forced, dense, and rounded once.
     """
     known = x[0].dtype in _runtime.DTYPES and out[0].dtype in (torch.float32, x[0].dtype)
-    if _runtime.forced() or not x[0].is_cpu or not known or odd_positions([x, out]):
+    if _runtime.forced() or not x[0].is_cpu or not known:
+        return False
+    if not dense and odd_positions([x, out]):
         return False
     found = torch.zeros(1, dtype=torch.float32, device="cpu")
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(x, out, strict=True)):

@@ -73,15 +73,15 @@ def _each(what: int, column: Column, factor: Scalar, flag: torch.Tensor | None) 
         return torch.zeros(0)
     device = column[0].device
     parts = []
-    for positions, (tensors,) in grouped([column]):
+    for positions, (tensors,), dense in grouped([column]):
         here = tensors[0].device
-        found = _of_one_kind(what, tensors, scalar_on(factor, here), flag)
+        found = _of_one_kind(what, tensors, scalar_on(factor, here), flag, dense=dense)
         parts.append((positions, found.to(device, non_blocking=device.type != "cpu")))
     return joined(parts)
 
 
 def _of_one_kind(
-    what: int, tensors: Column, factor: Scalar, flag: torch.Tensor | None
+    what: int, tensors: Column, factor: Scalar, flag: torch.Tensor | None, *, dense: bool
 ) -> torch.Tensor:
     """As :func:`_each`, for tensors of one device and one dtype."""
     device = tensors[0].device
@@ -93,7 +93,7 @@ def _of_one_kind(
     with nullcontext() if flag is None else flag_to_set(flag, device) as mine:
         sums = run(
             SCALE, [tensors], (), ScaleScalars(factor), sums=(what,), flag=mine, flags=(GIVEN,),
-            largest=what == MAGNITUDE,
+            largest=what == MAGNITUDE, dense=dense,
         )  # fmt: skip
     assert sums is not None  # asked for
     return sums[0]

@@ -61,15 +61,16 @@ def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor
         The sum of the squares of all that was written; float32, 0-dim, on ``flag``'s device.
     """
     sums = torch.zeros((), dtype=torch.float32, device=flag.device)
-    for _, (sources, targets) in grouped([grads, outs]):
+    for _, (sources, targets), dense in grouped([grads, outs]):
         device = sources[0].device
         same = all(source is target for source, target in zip(sources, targets, strict=True))
         columns, out = ([sources], 0) if same else ([sources, targets], 1)
         scalars = ScaleScalars(scalar_on(factor, device))
         with flag_to_set(flag, device) as mine:
             found = run(
-                SCALE, columns, ((out, SCALED),), scalars, sums=(SQUARE,), flag=mine, flags=(GIVEN,)
-            )
+                SCALE, columns, ((out, SCALED),), scalars, sums=(SQUARE,), flag=mine,
+                flags=(GIVEN,), dense=dense,
+            )  # fmt: skip
         assert found is not None  # asked for
         sums = sums + found.sum().to(flag.device, non_blocking=not flag.is_cpu)
     return sums

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
+from apex.ops.lists.columns import Column, Scalar, as_vector
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.phases import Kind, Phases, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
@@ -137,7 +137,7 @@ def novograd_phases(
         be sent that of the whole gradient.
     """
     *columns, column = columns
-    norms = torch.stack(list(column))
+    norms = as_vector(column)
     measure = max_norms if hyper.norm_type == 0 else square_sums
     sums = measure(columns[0], factor=options.factor)
     (current,) = yield Sums(sums.view(1, -1), *kind_of(hyper.norm_type)[1:])
@@ -145,7 +145,10 @@ def novograd_phases(
     if options.noop is not None:
         new = torch.where(options.noop.reshape(()) != 0, norms, new)
     scales = hyper.scales(new)
-    torch._foreach_copy_(list(column), new.unbind())
+    if norms.data_ptr() == column[0].data_ptr():
+        norms.copy_(new)
+    else:
+        torch._foreach_copy_(list(column), new.unbind())
     if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay, hyper.step):
         cpu_fused.step_(_by_foreach(hyper), [*columns, scales.unbind()], options)
         return
