@@ -66,7 +66,7 @@ def watch(
             raise ValueError(f"apex.debug.watch: {name} was {number!r}; it must be 0 or more")
     if step is not None and not callable(step):
         raise TypeError(f"apex.debug.watch: step was {type(step).__name__}, not a function")
-    if scaler is not None and not hasattr(scaler, "_per_optimizer_states"):
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise TypeError(f"apex.debug.watch: scaler was {type(scaler).__name__}, not a GradScaler")
     ours = {id(p) for one in models for p in one.parameters()}
     for one in optimizers:

@@ -108,8 +108,9 @@ class Watch:
     def loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, and let the next step look at it too: ``watch.loss(loss).backward()``.
 
-        For losses that can be inf where all gradients are finite, such as a sum in float16. The
-        loss of an empty batch may be anything. Under a dynamic loss scale gradients alone count.
+        For losses that can be inf where all gradients are finite, such as a sum in float16, and
+        for outputs of the model of which the loss masks a NaN. The loss of an empty batch may be
+        anything. Under a dynamic loss scale gradients alone count.
         """
         self._losses.append(loss.detach())
         return loss
@@ -246,7 +247,9 @@ class Watch:
             self._undo.append(hook.remove)
 
     def attach_scaler(self, scaler: Any) -> None:
-        """Hear from a GradScaler which steps it skipped."""
+        """Learn from a GradScaler which steps it skipped."""
+        if not scaler.is_enabled():
+            return  # it checks nothing: the hooks of the optimizer do
         inner = scaler.step
 
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
