@@ -540,6 +540,20 @@ def test_a_jump_of_gradients_is_named():
     assert "step 50: the gradient norm of 2 is" in str(drift)
 
 
+def test_models_with_the_same_paths_have_bands_of_their_own():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 4)), torch.compile(nn.Linear(8, 4), backend="eager")]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.0)
+    with debug.watch(models, optimizer, every=1) as watch:
+        for number in range(1, 31):
+            optimizer.zero_grad()
+            for model, factor in zip(models, (1.0, 1e4 if number == 30 else 1.0), strict=True):
+                (model(torch.ones(2, 8)).sum() * factor).backward()
+            optimizer.step()
+
+    assert [drift.module for drift in watch.drifts] == ["Linear"]
+
+
 def test_healthy_steps_do_not_drift():
     assert drift_training(500) == []
 

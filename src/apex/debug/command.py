@@ -80,7 +80,7 @@ class _Program:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._watch = Watch([], [], None, None, self._write, True, 16, None)
+        self._watch = Watch([], [], None, None, self._write)
         self._optimizers: list[Any] = []  # made, and not watched yet
         self._unseen: set[int] = set()  # their parameters without a module that was called
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from apex.debug.report import Report
+from apex.debug.tensors import params_of
 from apex.debug.watch import Watch, watch_of
 
 __all__ = ["watch"]
@@ -70,9 +71,7 @@ def watch(
         raise TypeError(f"apex.debug.watch: scaler was {type(scaler).__name__}, not a GradScaler")
     ours = {id(p) for one in models for p in one.parameters()}
     for one in optimizers:
-        managed = getattr(one, "_amp_stash", None)
-        groups = [p for group in one.param_groups for p in group["params"]]
-        if ours.isdisjoint(map(id, groups if managed is None else managed.params.targets)):
+        if ours.isdisjoint(map(id, params_of(one))):
             raise ValueError(
                 f"apex.debug.watch: no parameter of the {type(one).__name__} is in the "
                 f"{', '.join(type(one).__name__ for one in models)}: pass the model that it "
