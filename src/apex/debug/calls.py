@@ -16,6 +16,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
 
 from apex.debug.tensors import is_bad, local, plain
-
-__all__ = ["Call", "Outcome", "Replay", "StepError", "is_transformed", "stateful", "unchanged"]
 
 _ON_DEVICES = ("cpu", "cuda")
 _MAPPINGS = (dict, UserDict)  # of classes that torch.utils._pytree does not know
@@ -57,10 +56,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def _sums(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each floating tensor its sum, not finite if an element is not (or if it overflows)."""
-    floating = [local(one.detach()) for one in tensors if one.is_floating_point()]
-    return [one.sum(dtype=torch.float32) for one in floating]
+def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Of a floating tensor its sum, not finite if an element is not (or if it overflows)."""
+    floating = tensor.is_floating_point()
+    return [local(tensor.detach()).sum(dtype=torch.float32)] if floating else []
 
 
 def _random_states(on_gpu: bool) -> list[torch.Tensor]:
@@ -84,9 +83,9 @@ def is_transformed() -> bool:
     return transformed or torch._C._get_tracing_state() is not None
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    """How often each tensor was written."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class Call:
@@ -105,7 +104,7 @@ class Call:
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.inputs = tensors_in((args, kwargs) if kwargs else args)
-        self._versions = _versions(self.inputs)
+        self._versions = [_version(tensor) for tensor in self.inputs]
         on_gpu = any(tensor.is_cuda for tensor in self.inputs)
         self.random = _random_states(on_gpu)
         cache = torch.is_autocast_cache_enabled()
@@ -114,8 +113,7 @@ class Call:
             for kind in _ON_DEVICES[: 1 + on_gpu]
         ]
         self.training = model.training
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
-        self._buffer_versions = _versions(buffers)
+        self.buffers = [(one, one.detach().clone(), _version(one)) for one in buffers]
         self.passes: dict[int, dict[int, torch.Tensor]] = {}
         self.sums: list[torch.Tensor] = []
         self.gave: list[StorageWeakRef | None] = []
@@ -123,19 +121,17 @@ class Call:
 
     def keep_written_buffers(self) -> list[torch.Tensor]:
         """Forget the copies of buffers that this forward did not write; return the others."""
-        now = _versions([buffer for buffer, _ in self.buffers])
-        pairs = zip(self.buffers, self._buffer_versions, now, strict=True)
-        self.buffers = [entry for entry, before, after in pairs if before != after]
-        return [buffer for buffer, _ in self.buffers]
+        self.buffers = [entry for entry in self.buffers if _version(entry[0]) != entry[2]]
+        return [buffer for buffer, _, _ in self.buffers]
 
     def watch_outputs(self, output: Any) -> None:
         """Keep the gradients that will reach the outputs, and whether these are finite."""
         me = weakref.ref(self)
         for place, tensor in enumerate(tensors_in(output)):
-            self.sums += _sums([tensor])
+            self.sums += _sums(tensor)
             self.gave.append(_memory(tensor))
             if tensor.requires_grad:
-                tensor.register_hook(_keep_gradient(me, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(_keep_gradient, me, place))  # type: ignore[no-untyped-call]
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that have reached the outputs."""
@@ -156,21 +152,15 @@ class Call:
 
     def why_not(self) -> str:
         """Why the call cannot be run again; empty if it can."""
-        pairs = zip(_versions(self.inputs), self._versions, strict=True)
-        written = [place for place, (now, before) in enumerate(pairs) if now != before]
-        if not written:
-            return ""
-        return f"not replayable: input {written[0]} was written to after the forward"
+        for place, (tensor, before) in enumerate(zip(self.inputs, self._versions, strict=True)):
+            if _version(tensor) != before:
+                return f"not replayable: input {place} was written to after the forward"
+        return ""
 
 
-def _keep_gradient(call: weakref.ref[Call], place: int) -> Callable[[torch.Tensor], None]:
-    def keep(gradient: torch.Tensor) -> None:
-        kept = call()
-        if kept is not None:
-            task = torch._C._current_graph_task_id()
-            kept.passes.setdefault(task, {})[place] = gradient
-
-    return keep
+def _keep_gradient(call: weakref.ref[Call], place: int, gradient: torch.Tensor) -> None:
+    if (kept := call()) is not None:
+        kept.passes.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
@@ -209,7 +199,7 @@ class Outcome:
 
     def had_bad_output(self) -> bool:
         """What :meth:`Call.had_bad_output` would have said of the replay."""
-        return any(is_bad(one) for outputs in self.outputs for one in _sums(outputs))
+        return any(is_bad(s) for outputs in self.outputs for one in outputs for s in _sums(one))
 
     def is_bad(self) -> bool:
         """Whether the fault shows."""
@@ -312,7 +302,7 @@ def _as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
     _set_random_states(call.random)
     if call.training != call.model.training:
         call.model.train(call.training)
-    for buffer, value in call.buffers:
+    for buffer, value, _ in call.buffers:
         buffer.data.copy_(value)
     with ExitStack() as stack:
         for entry in call.autocast if autocast else ():
@@ -346,17 +336,13 @@ def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
 
 def _is_reentrant(outputs: tuple[torch.Tensor, ...]) -> bool:
     """Whether a part of the graph is a reentrant checkpoint: refuses ``torch.autograd.grad``."""
-    seen: set[Any] = set()
     nodes: list[Any] = [output.grad_fn for output in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if "Checkpoint" in node.name():
-            return True
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-    return False
+    seen: set[Any] = {None}
+    for node in nodes:  # which grows
+        if node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return any("Checkpoint" in node.name() for node in seen - {None})
 
 
 def _by_backward(
@@ -380,7 +366,7 @@ def _set_random_states(states: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def unchanged(models: list[torch.nn.Module], optimizers: list[Any], on_gpu: bool) -> Iterator[None]:
+def unchanged(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[None]:
     """Give random states, buffers, attributes of modules and autocast's cache back at the end.
 
     amp notes no forward in between.
@@ -389,7 +375,7 @@ def unchanged(models: list[torch.nn.Module], optimizers: list[Any], on_gpu: bool
     records = [record for one in managed for record in one.ledger.records]
     for record in records:
         record.is_replayed = True
-    random = _random_states(on_gpu)
+    random = _random_states(any(one.is_cuda for model in models for one in model.parameters()))
     kept = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
     modules = [(module, dict(vars(module))) for model in models for module in model.modules()]
     try:

@@ -13,8 +13,6 @@ import torch
 
 from apex.debug.tensors import HALVES, local, named_in
 
-__all__ = ["Drift", "Sampler"]
-
 _BAND = 8.0  # robust z-score; with the least spread, 0.05, a factor of 1.5
 _FEWEST = 20  # samples before a band is known
 

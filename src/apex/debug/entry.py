@@ -11,8 +11,6 @@ from apex.debug.report import Report
 from apex.debug.tensors import params_of
 from apex.debug.watch import Watch, watch_of
 
-__all__ = ["watch"]
-
 
 def watch(
     model: torch.nn.Module | Iterable[torch.nn.Module],

@@ -29,8 +29,6 @@ from apex.debug.tracing import Origin, Trace
 from apex.debug.update import update_again
 from apex.debug.widening import Wide
 
-__all__ = ["Fault", "explain"]
-
 _HALVES = ("float16", "bfloat16")
 _HALVINGS = 24
 _Loss = Callable[[], torch.Tensor]
@@ -96,10 +94,9 @@ class _Explanation:
         if self._any(broken is not None):
             return self._parameter(broken)
         reason = self._why_not(everyone)
-        on_gpu = any(param.is_cuda for param in self._named.values())
         try:
             if not reason:
-                with unchanged(self._models, self._fault.optimizers, on_gpu):
+                with unchanged(self._models, self._fault.optimizers):
                     return self._replayed()
         except StepError:
             raise

@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_map
 from apex.debug.tensors import describe, is_bad, tensors_of
 from apex.debug.tracing import written_by
 
-__all__ = ["FileError", "load", "run", "save", "script"]
-
 FORMAT = "apex.debug 1"
 LIMIT = 10_000_000  # bytes of inputs
 # Not: operations that read files, and those whose indices torch does not check.

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-__all__ = ["HALVES", "describe", "is_bad", "local", "named_in", "params_of", "plain", "tensors_of"]
-
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_map
 from apex.debug.operations import MOVES, READS_MASKS, is_masking, name_of
 from apex.debug.tensors import HALVES, describe, is_bad, local, tensors_of
 
-__all__ = ["Counting", "Origin", "Trace", "key_of", "written_by"]
-
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")

@@ -10,8 +10,6 @@ import torch
 from apex.debug.tensors import is_bad
 from apex.debug.tracing import Origin, Trace
 
-__all__ = ["update_again"]
-
 
 def _owner_of(optimizers: list[Any], param: torch.Tensor) -> tuple[Any, dict[str, Any], Any] | None:
     """The optimizer that steps ``param``, its group, and what it steps: a master perhaps."""

@@ -29,8 +29,6 @@ from apex.debug.report import Report
 from apex.debug.tensors import local, plain
 from apex.ops.lists.unscale import unscale_
 
-__all__ = ["FaultWarning", "NonFiniteError", "Watch", "watch_of"]
-
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
 _MOST_CALLS = 256  # of one step
@@ -152,7 +150,7 @@ class Watch:
             for call in self._calls
             for t in map(local, [*call.inputs, *call.gradients()])
         }
-        copies = sum(value.nbytes for call in self._calls for _, value in call.buffers)
+        copies = sum(value.nbytes for call in self._calls for _, value, _ in call.buffers)
         return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
 
     def close(self) -> None:
@@ -258,11 +256,6 @@ class Watch:
         scaler.step = types.MethodType(step, scaler)
         self._undo.append(lambda: vars(scaler).pop("step", None))
 
-    def stepped(self, optimizer: Any, found: torch.Tensor | bool, scale: float) -> None:
-        """Take the news of a step from amp or a scaler, which have decided whether to skip it."""
-        self.steps += 1
-        self._finish(optimizer, bool(found), scale, dynamic=True)
-
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy:
             return None
@@ -283,26 +276,22 @@ class Watch:
         return args, {**kwargs, "closure": evaluate}
 
     def _check(self, optimizer: Any) -> None:
-        self.steps += 1
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in params if p.grad is not None]
-        found, bad_loss = self._look_at(gradients)
+        found, only_loss = self._look_at([p.grad for p in params if p.grad is not None])
         managed = getattr(optimizer, "_amp_stash", None)
         scale = 1.0 if managed is None else managed.training.loss_scalers[0].loss_scale()
-        is_bad = bool(found)
-        self._finish(optimizer, is_bad, scale, bad_loss, dynamic=False)
-        if is_bad and self._skip:
+        if self.stepped(optimizer, found, scale, only_loss) and self._skip:
             self._hidden = [(p, p.grad) for p in params if p.grad is not None]
             for p, _ in self._hidden:
                 p.grad = None
 
     def _look_at(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Whether a gradient or a watched loss is not finite on a rank; whether only a loss is."""
-        found, only_loss = _non_finite(gradients), torch.zeros(())
+        found = _non_finite(gradients)
         if self._losses and all(t.numel() for call in self._calls for t in call.inputs):
             bad = _non_finite(self._losses).to(found.device)
-            found, only_loss = torch.maximum(found, bad), bad > found
-        return ranks.agree(found, gradients, self._group), only_loss
+            return ranks.agree(torch.maximum(found, bad), gradients, self._group), bad > found
+        return ranks.agree(found, gradients, self._group), False
 
     def _give_back(self) -> None:
         hidden, self._hidden = self._hidden, []
@@ -310,10 +299,13 @@ class Watch:
             if param.grad is None:  # else the step raised, and another backward came since
                 param.grad = gradient
 
-    def _finish(
-        self, optimizer: Any, is_bad: bool, scale: float, bad_loss: Any = False, *, dynamic: bool
-    ) -> None:
-        """End a step."""
+    def stepped(self, optimizer: Any, found: Any, scale: float, only_loss: Any = None) -> bool:
+        """End a step; return whether it had a fault.
+
+        ``only_loss`` is ``None`` where amp or a scaler has decided whether to skip the step.
+        """
+        dynamic, is_bad = only_loss is None, bool(found)
+        self.steps += 1
         self._stepped.add(id(optimizer))
         self._losses.clear()
         before = self._in_a_row.pop(id(optimizer), 0)
@@ -329,7 +321,7 @@ class Watch:
                 self._since,
                 scale,
                 together,
-                bool(bad_loss),
+                bool(only_loss),
             )
             may_heal = dynamic and not any(call.had_nan() for call in self._calls)
             if self.report is None and before >= (self._patience if may_heal else 0):
@@ -340,6 +332,7 @@ class Watch:
                 self.drifts += self._sampler.sample(self.steps)
         if len(self._stepped) == len(self._optimizers):
             self._drop()
+        return is_bad
 
     def _tell(self) -> None:
         if self._on_fault == "keep":

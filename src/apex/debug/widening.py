@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_iter, tree_map
 from apex.debug.tensors import HALVES, local, tensors_of
 from apex.debug.tracing import Counting, key_of, written_by
 
-__all__ = ["Wide"]
-
 
 class Wide(Counting):  # type: ignore[no-untyped-call]
     """Runs a program's 16-bit tensors in float32 beside what it computes itself.
