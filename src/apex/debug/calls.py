@@ -14,7 +14,7 @@ import copy
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -237,7 +237,7 @@ class Replay:
             with _as_it_was(call):
                 args, kwargs = tree_map(lambda one: _leaf(one, made), (call.args, call.kwargs))
                 outputs = tensors_in(call.model(*args, **kwargs))
-            if any(call is one for one in self.judged):
+            if call in self.judged:
                 outcome.outputs.append(outputs)
             for gave, now in zip(call.gave, outputs, strict=False):
                 if gave is not None and not gave.expired():  # type: ignore[no-untyped-call]
@@ -256,9 +256,7 @@ class Replay:
     def run_step(self, factor: float = 1.0) -> Outcome:
         """Run the program's own function, with the loss."""
         assert self.step is not None
-        with ExitStack() as stack:
-            if self.calls:
-                stack.enter_context(_as_it_was(self.calls[0], autocast=False))
+        with _as_it_was(self.calls[0], autocast=False) if self.calls else nullcontext():
             loss = self.step()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise StepError(
@@ -297,22 +295,16 @@ class Replay:
 
 @contextmanager
 def _as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
-    """Random numbers, buffers, modes and autocast of the call; modes are given back."""
-    modes = [(module, module.training) for module in call.model.modules()]
+    """Random numbers, buffers, mode and autocast of the call; see also :func:`unchanged`."""
     _set_random_states(call.random)
     if call.training != call.model.training:
         call.model.train(call.training)
     for buffer, value, _ in call.buffers:
         buffer.data.copy_(value)
-    with ExitStack() as stack:
+    with ExitStack() as stack, torch.enable_grad():
         for entry in call.autocast if autocast else ():
             stack.enter_context(torch.autocast(*entry))
-        stack.enter_context(torch.enable_grad())
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        yield
 
 
 def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
