@@ -183,11 +183,12 @@ def saved(tmp_path, **changes):
     "changes",
     [
         {"random": torch.zeros_like(torch.get_rng_state())},
+        {"random": torch.zeros(3, dtype=torch.uint8)},
         {"random": torch.get_rng_state().to_sparse()},
         {"args": [torch.zeros(2, device="meta")]},
         {"operation": "aten.index_select.default", "args": [torch.ones(2), 0, torch.tensor([9])]},
     ],
-    ids=["random", "sparse", "meta", "index"],
+    ids=["random", "short", "sparse", "meta", "index"],
 )
 def test_a_file_that_does_not_run_is_one_error(tmp_path, changes):
     path = saved(tmp_path, **changes)

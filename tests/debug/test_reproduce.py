@@ -253,7 +253,6 @@ REFUSED = {
     "another format": {"format": "apex.debug 0"},
     "no random state": {"random": None},
     "a random state of text": {"random": "0"},
-    "a random state too short": {"random": torch.zeros(3, dtype=torch.uint8)},
     "a report of text": {"report": "text"},
     "no report": {"report": None},
     "a version of a list": {"torch": [3]},
@@ -267,7 +266,7 @@ def test_good_entry_is_taken(tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_entries_are_refused(name, tmp_path):
     path = saved(entry(**REFUSED[name]), tmp_path / "nan.pt")
-    with pytest.raises(debug.FileError, match=r"nan.pt: |cannot be run on a CPU"):
+    with pytest.raises(debug.FileError, match=r"nan.pt: "):
         reproduce.run(reproduce.load(path))
 
 
