@@ -93,8 +93,9 @@ def test_forward_is_named_where_backward_breaks_at_the_same_place():
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4, bias=False), Normal()), torch.randn(3, 4)
+    validation = torch.randn(3, 4)
     x[1] = 0.0
-    report = one(model, lambda: model(x).sum())
+    report = one(model, lambda: [model(validation), model(x).sum()][1])
     assert (report.operation, report.direction) == ("aten.div.Tensor", "forward")
 
 
@@ -182,11 +183,12 @@ def saved(tmp_path, **changes):
     "changes",
     [
         {"random": torch.zeros_like(torch.get_rng_state())},
+        {"random": torch.zeros(3, dtype=torch.uint8)},
         {"random": torch.get_rng_state().to_sparse()},
         {"args": [torch.zeros(2, device="meta")]},
         {"operation": "aten.index_select.default", "args": [torch.ones(2), 0, torch.tensor([9])]},
     ],
-    ids=["random", "sparse", "meta", "index"],
+    ids=["random", "short", "sparse", "meta", "index"],
 )
 def test_a_file_that_does_not_run_is_one_error(tmp_path, changes):
     path = saved(tmp_path, **changes)

@@ -522,3 +522,7 @@ def test_cause(cause, case):
 
     assert report.cause == cause, report.text()
     assert report.sentence.endswith(".")
+
+
+def test_a_mask_is_named_where_it_becomes_a_nan():
+    assert MODEL["a row all masked"]().operation == "aten._softmax.default"

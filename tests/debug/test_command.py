@@ -305,6 +305,15 @@ def test_grad_scaler(command):
     assert (report["cause"], report["module"], report["step"]) == ("model", "", 17)
 
 
+def test_grad_scaler_that_is_switched_off(command):
+    text = SCALED.replace("{bad}", "1").replace('"cpu", init', '"cpu", enabled=False, init')
+    code, out, _ = command(text)
+
+    assert (code, out) == (0, "True\n")
+    report = command.report()
+    assert (report["cause"], report["step"]) == ("model", 1)
+
+
 def test_amp(command):
     text = (
         MODEL

@@ -412,6 +412,38 @@ def test_a_loss_is_looked_at_too():
             assert (watch.fault is not None) == bad
 
 
+class Masked(nn.Module):
+    """Gives NaN in row 1, in both directions finite for what a mask makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        out = self.head(x)
+        sign = torch.ones(len(x), 1)
+        sign[1] = -1
+        return ((out.square() + 1) * sign).log()
+
+
+def test_an_output_that_the_loss_masks_is_looked_at_where_it_is_asked_for():
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        for asked in (False, True):
+            out = model(torch.randn(4, 8))
+            if asked:
+                watch.loss(out)
+            optimizer.zero_grad()
+            torch.where(out.isnan(), 0.0, out).mean().backward()
+            assert bool(model.head.weight.grad.isfinite().all())
+            optimizer.step()
+            assert (watch.fault is not None) == asked
+        report = watch.explain()
+
+    assert (report.cause, report.operation, report.module) == ("model", "aten.log.default", "")
+
+
 # -- dynamic scales, amp ---------------------------------------------------------------------------
 
 
@@ -508,6 +540,20 @@ def test_a_jump_of_gradients_is_named():
     assert "step 50: the gradient norm of 2 is" in str(drift)
 
 
+def test_models_with_the_same_paths_have_bands_of_their_own():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 4)), torch.compile(nn.Linear(8, 4), backend="eager")]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.0)
+    with debug.watch(models, optimizer, every=1) as watch:
+        for number in range(1, 31):
+            optimizer.zero_grad()
+            for model, factor in zip(models, (1.0, 1e4 if number == 30 else 1.0), strict=True):
+                (model(torch.ones(2, 8)).sum() * factor).backward()
+            optimizer.step()
+
+    assert [drift.module for drift in watch.drifts] == ["Linear"]
+
+
 def test_healthy_steps_do_not_drift():
     assert drift_training(500) == []
 
@@ -582,6 +628,18 @@ def test_a_scaler_that_was_not_passed_is_asked_for():
             model(torch.ones(1, 4)).sum().backward()
         with pytest.warns(UserWarning, match="pass watch.*scaler=scaler"):
             model(torch.ones(1, 4))
+
+
+def test_a_scaler_that_is_switched_off_leaves_the_look_to_the_watch():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with debug.watch(model, optimizer, scaler=scaler, on_fault="keep") as watch:
+        scaler.scale(model(torch.ones(2, 4)).sum() * float("nan")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert (watch.steps, watch.skipped) == (1, 1)
 
 
 def test_a_forward_that_gives_nan_is_explained_at_the_first_skipped_step():

@@ -13,11 +13,8 @@ the program does not. When a step is not finite, its update is skipped and the s
 * ``tracing`` looks at each operation of a replay, ``operations`` has the lists for that, and
   ``widening`` repeats a replay in float32;
 * ``explain`` chooses the replays and concludes the cause, ``update`` repeats an optimizer's update,
-  ``ranks`` lets ranks explain together, ``sentences`` words it;
+  ``ranks`` lets ranks explain together;
 * ``report`` is what comes out, ``reproduce`` the file with one operation that shows the fault.
-
-The one idea: the trigger is what a step knows anyway, and all that is expensive happens in a replay
-of the one step that failed.
 """
 
 from apex.debug import operations

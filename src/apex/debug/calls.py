@@ -14,25 +14,31 @@ import copy
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
 
-from apex.debug.tensors import is_bad, local
-
-__all__ = ["Call", "Outcome", "Replay", "StepError", "unchanged", "versions"]
+from apex.debug.tensors import is_bad, local, plain
 
 _ON_DEVICES = ("cpu", "cuda")
 _MAPPINGS = (dict, UserDict)  # of classes that torch.utils._pytree does not know
 
 
-def versions(tensors: list[torch.Tensor]) -> list[int]:
-    """How often each tensor was written."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _parts_of(leaf: Any) -> dict[Any, Any]:
+    """What is in an object that torch's pytrees do not know, by key or name of the attribute."""
+    if isinstance(leaf, _MAPPINGS):
+        return dict(leaf)
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return {one.name: getattr(leaf, one.name, None) for one in fields(leaf)}
+    if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.nn.Module | type):
+        return {name: one for name, one in vars(leaf).items() if isinstance(one, torch.Tensor)}
+    return {}
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -45,36 +51,43 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif isinstance(leaf, _MAPPINGS):
-            found += tensors_in(list(leaf.values()))
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, one.name, None) for one in fields(leaf)])
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, torch.nn.Module | type):
-            found += [value for value in vars(leaf).values() if isinstance(value, torch.Tensor)]
+        elif parts := _parts_of(leaf):
+            found += tensors_in(list(parts.values()))
     return found
 
 
-def sums(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each floating tensor its sum, not finite if an element is not (or if it overflows)."""
-    floating = [local(one.detach()) for one in tensors if one.is_floating_point()]
-    return [one.sum(dtype=torch.float32) for one in floating]
+def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Of a floating tensor its sum, not finite if an element is not (or if it overflows)."""
+    floating = tensor.is_floating_point()
+    return [local(tensor.detach()).sum(dtype=torch.float32)] if floating else []
 
 
 def _random_states(on_gpu: bool) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
 
 
-def _set_random_states(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+def stateful(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Buffers that a forward may read after it has written them; BatchNorm's it does not read."""
+    return [
+        buffer
+        for module in plain(model).modules()
+        if not (isinstance(module, _BatchNorm) and module.training)
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
 
 
-class StepError(TypeError):
-    """``step()`` did not give a loss."""
+def is_transformed() -> bool:
+    """Whether torch.func or a tracer runs the model: on tensors without memory of their own."""
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    return transformed or torch._C._get_tracing_state() is not None
 
 
-@dataclass
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 class Call:
     """One forward of a watched model, see the module's text.
 
@@ -83,55 +96,46 @@ class Call:
         sums: Of each floating output, which say later whether it was finite.
         gave: The memory of the outputs, by place. Where a later call takes one of them (a GAN's
             discriminator what the generator made), its replay takes that of the replay.
+        age: How many steps passed since without a gradient.
     """
 
-    model: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random: list[torch.Tensor]
-    autocast: list[tuple[str, bool, torch.dtype]]
-    cache: bool
-    training: bool
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    inputs: list[torch.Tensor]
-    versions: list[int]
-    passes: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    sums: list[torch.Tensor] = field(default_factory=list)
-    written: list[int] | None = None  # versions of the buffers before the first forward
-    gave: list[StorageWeakRef | None] = field(default_factory=list)
-    age: int = 0  # steps that passed since without a gradient
+    def __init__(
+        self, model: torch.nn.Module, args: Any, kwargs: Any, buffers: list[torch.Tensor]
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.inputs = tensors_in((args, kwargs) if kwargs else args)
+        self._versions = [_version(tensor) for tensor in self.inputs]
+        on_gpu = any(tensor.is_cuda for tensor in self.inputs)
+        self.random = _random_states(on_gpu)
+        cache = torch.is_autocast_cache_enabled()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache)
+            for kind in _ON_DEVICES[: 1 + on_gpu]
+        ]
+        self.training = model.training
+        self.buffers = [(one, one.detach().clone(), _version(one)) for one in buffers]
+        self.passes: dict[int, dict[int, torch.Tensor]] = {}
+        self.sums: list[torch.Tensor] = []
+        self.gave: list[StorageWeakRef | None] = []
+        self.age = 0
 
-    @classmethod
-    def record(
-        cls, model: torch.nn.Module, args: Any, kwargs: Any, buffers: list[torch.Tensor]
-    ) -> Call:
-        """Keep what a forward needs to be run again; ``buffers`` are copied."""
-        inputs = tensors_in((args, kwargs) if kwargs else args)
-        on_gpu = any(tensor.is_cuda for tensor in inputs)
-        return cls(
-            model,
-            args,
-            kwargs,
-            _random_states(on_gpu),
-            [
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in _ON_DEVICES[: 1 + on_gpu]
-            ],
-            torch.is_autocast_cache_enabled(),
-            model.training,
-            [(buffer, buffer.detach().clone()) for buffer in buffers],
-            inputs,
-            versions(inputs),
-        )
+    def keep_written_buffers(self) -> list[torch.Tensor]:
+        """Forget the copies of buffers that this forward did not write; return the others."""
+        self.buffers = [entry for entry in self.buffers if _version(entry[0]) != entry[2]]
+        return [buffer for buffer, _, _ in self.buffers]
 
     def watch_outputs(self, output: Any) -> None:
         """Keep the gradients that will reach the outputs, and whether these are finite."""
         me = weakref.ref(self)
         for place, tensor in enumerate(tensors_in(output)):
-            self.sums += sums([tensor])
+            self.sums += _sums(tensor)
             self.gave.append(_memory(tensor))
             if tensor.requires_grad:
-                tensor.register_hook(_keep_gradient(me, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(_keep_gradient, me, place))  # type: ignore[no-untyped-call]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that have reached the outputs."""
+        return [one for passed in self.passes.values() for one in passed.values()]
 
     def with_gradient(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the outputs of a replay that a gradient reached."""
@@ -148,30 +152,36 @@ class Call:
 
     def why_not(self) -> str:
         """Why the call cannot be run again; empty if it can."""
-        for place, (tensor, before) in enumerate(zip(self.inputs, self.versions, strict=True)):
-            if versions([tensor]) != [before]:
+        for place, (tensor, before) in enumerate(zip(self.inputs, self._versions, strict=True)):
+            if _version(tensor) != before:
                 return f"not replayable: input {place} was written to after the forward"
         return ""
 
 
-def _keep_gradient(call: weakref.ref[Call], place: int) -> Callable[[torch.Tensor], None]:
-    def keep(gradient: torch.Tensor) -> None:
-        kept = call()
-        if kept is not None:
-            task = torch._C._current_graph_task_id()
-            kept.passes.setdefault(task, {})[place] = gradient
+def _keep_gradient(call: weakref.ref[Call], place: int, gradient: torch.Tensor) -> None:
+    if (kept := call()) is not None:
+        kept.passes.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient
 
-    return keep
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return None
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+class StepError(TypeError):
+    """``step()`` did not give a loss."""
 
 
 @dataclass
 class Outcome:
-    """What a replay gave: outputs and gradients that are not finite, by name.
+    """What a replay gave.
 
     Attributes:
         gradients: Name of a parameter -> its gradient, summed over the calls.
-        outputs: The outputs of each call.
+        outputs: The outputs of each call that matters.
         inputs: The gradients of inputs, which another call may have given.
+        loss: Of ``step()``.
     """
 
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -189,7 +199,7 @@ class Outcome:
 
     def had_bad_output(self) -> bool:
         """What :meth:`Call.had_bad_output` would have said of the replay."""
-        return any(is_bad(one) for outputs in self.outputs for one in sums(outputs))
+        return any(is_bad(s) for outputs in self.outputs for one in outputs for s in _sums(one))
 
     def is_bad(self) -> bool:
         """Whether the fault shows."""
@@ -212,9 +222,10 @@ class Replay:
         calls: list[Call],
         named: dict[str, torch.Tensor],
         scale: float,
-        step: Callable[[], torch.Tensor] | None = None,
+        step: Callable[[], torch.Tensor] | None,
     ) -> None:
-        self.calls, self.named, self.scale, self.step = calls, named, scale, step
+        self.calls, self.scale, self.step = calls, scale, step
+        self._named = {name: one for name, one in named.items() if one.requires_grad}
         # Those whose outputs matter: not a validation, or what a discriminator was given.
         self.judged = [call for call in calls if call.passes] or calls
 
@@ -223,106 +234,89 @@ class Replay:
         outcome = Outcome()
         made: dict[int, torch.Tensor] = {}  # by the memory of what the call gave at first
         for call in self.calls:
-            with self._as_it_was(call):
-                inputs = tree_map(lambda one: _leaf(one, made), (call.args, call.kwargs))
-                outputs = tensors_in(call.model(*inputs[0], **inputs[1]))
-            if any(call is one for one in self.judged):
+            with _as_it_was(call):
+                args, kwargs = tree_map(lambda one: _leaf(one, made), (call.args, call.kwargs))
+                outputs = tensors_in(call.model(*args, **kwargs))
+            if call in self.judged:
                 outcome.outputs.append(outputs)
             for gave, now in zip(call.gave, outputs, strict=False):
                 if gave is not None and not gave.expired():  # type: ignore[no-untyped-call]
                     made[gave.cdata] = now
+            given = [one for one in tensors_in((args, kwargs)) if one.requires_grad and one.is_leaf]
             passes = list(call.passes.values())
-            given = [one for one in tensors_in(inputs) if one.requires_grad and one.is_leaf]
-            for gradients in passes:
-                pairs = [(outputs[i], g) for i, g in gradients.items() if i < len(outputs)]
-                pairs = [(output, g) for output, g in pairs if output.requires_grad]
-                self._backward(outcome, pairs, factor, given, keep=gradients is not passes[-1])
+            for passed in passes:
+                pairs = [
+                    (outputs[place], gradient if factor == 1.0 else gradient * factor)
+                    for place, gradient in passed.items()
+                    if place < len(outputs) and outputs[place].requires_grad
+                ]
+                self._backward(outcome, pairs, given, keep=passed is not passes[-1])
         return outcome
 
     def run_step(self, factor: float = 1.0) -> Outcome:
         """Run the program's own function, with the loss."""
         assert self.step is not None
-        outcome = Outcome()
-        with ExitStack() as stack:
-            if self.calls:
-                stack.enter_context(self._as_it_was(self.calls[0], autocast=False))
+        with _as_it_was(self.calls[0], autocast=False) if self.calls else nullcontext():
             loss = self.step()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise StepError(
                     f"apex.debug: step() returned {type(loss).__name__}; it must compute the loss "
                     "of the current batch, without backward, and return it: a tensor of one element"
                 )
-            outcome.loss = loss
+            outcome = Outcome(loss=loss)
             if loss.requires_grad:
-                seed = torch.ones_like(loss)
-                self._backward(outcome, [(loss * self.scale * factor, seed)], 1.0, [], keep=False)
+                pair = (loss * self.scale * factor, torch.ones_like(loss))
+                self._backward(outcome, [pair], [], keep=False)
         return outcome
 
     def _backward(
         self,
         outcome: Outcome,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
-        factor: float,
         given: list[torch.Tensor],
         *,
         keep: bool,
     ) -> None:
-        wanted = {name: one for name, one in self.named.items() if one.requires_grad}
-        if not pairs or not wanted:
+        if not pairs or not self._named:
             return
-        outputs = [output for output, _ in pairs]
-        seeds = [gradient if factor == 1.0 else gradient * factor for _, gradient in pairs]
-        leaves = [*wanted.values(), *given]
+        outputs, seeds = zip(*pairs, strict=True)
+        leaves = [*self._named.values(), *given]
         is_sharded = any(hasattr(call.model, "unshard") for call in self.calls)
         if is_sharded or _is_reentrant(outputs):
             found = _by_backward(outputs, seeds, leaves, keep)
         else:
             found = [*torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True)]
-        for name, gradient in zip(wanted, found, strict=False):
+        for name, gradient in zip(self._named, found, strict=False):
             if gradient is not None:
                 before = outcome.gradients.get(name)
                 outcome.gradients[name] = gradient if before is None else before + gradient
-        outcome.inputs += [one for one in found[len(wanted) :] if one is not None]
-
-    @contextmanager
-    def _as_it_was(self, call: Call, *, autocast: bool = True) -> Iterator[None]:
-        """Random numbers, buffers, modes and autocast of the call; afterwards as before."""
-        modes = [(module, module.training) for module in call.model.modules()]
-        with ExitStack() as stack:
-            _set_random_states(call.random)
-            if call.training != call.model.training:
-                call.model.train(call.training)
-            for buffer, value in call.buffers:
-                buffer.data.copy_(value)
-            if autocast:
-                for kind, enabled, dtype in call.autocast:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, enabled, cache_enabled=call.cache)
-                    )
-            stack.enter_context(torch.enable_grad())
-            try:
-                yield
-            finally:
-                for module, mode in modes:
-                    module.training = mode
+        outcome.inputs += [one for one in found[len(self._named) :] if one is not None]
 
 
-def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return None
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+@contextmanager
+def _as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
+    """Random numbers, buffers, mode and autocast of the call; see also :func:`unchanged`."""
+    _set_random_states(call.random)
+    if call.training != call.model.training:
+        call.model.train(call.training)
+    for buffer, value, _ in call.buffers:
+        buffer.data.copy_(value)
+    with ExitStack() as stack, torch.enable_grad():
+        for entry in call.autocast if autocast else ():
+            stack.enter_context(torch.autocast(*entry))
+        yield
 
 
 def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
     """An input as a leaf of its own, so that backward ends there; what a replay made of it."""
     if not isinstance(value, torch.Tensor):
-        again = copy.copy(value) if isinstance(value, _MAPPINGS) or is_dataclass(value) else value
-        if isinstance(again, _MAPPINGS):
-            again.update(tree_map(lambda one: _leaf(one, made), dict(again)))
-        elif again is not value:
-            for one in fields(again):
-                inside = tree_map(lambda leaf: _leaf(leaf, made), getattr(value, one.name, None))
-                object.__setattr__(again, one.name, inside)
+        again = copy.copy(value) if (parts := _parts_of(value)) else value
+        for name, part in parts.items():
+            part = tree_map(lambda one: _leaf(one, made), part)
+            if isinstance(again, _MAPPINGS):
+                again[name] = part
+            else:
+                object.__setattr__(again, name, part)
         return again
     if type(value) is torch.Tensor and value.layout is torch.strided:
         now = made.get(value.untyped_storage()._cdata)
@@ -332,23 +326,19 @@ def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
     return value.detach().requires_grad_() if value.requires_grad else value
 
 
-def _is_reentrant(outputs: list[torch.Tensor]) -> bool:
+def _is_reentrant(outputs: tuple[torch.Tensor, ...]) -> bool:
     """Whether a part of the graph is a reentrant checkpoint: refuses ``torch.autograd.grad``."""
-    seen: set[Any] = set()
     nodes: list[Any] = [output.grad_fn for output in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if "Checkpoint" in node.name():
-            return True
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-    return False
+    seen: set[Any] = {None}
+    for node in nodes:  # which grows
+        if node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return any("Checkpoint" in node.name() for node in seen - {None})
 
 
 def _by_backward(
-    outputs: list[torch.Tensor], seeds: list[torch.Tensor], leaves: list[Any], keep: bool
+    outputs: tuple[torch.Tensor, ...], seeds: Any, leaves: list[torch.Tensor], keep: bool
 ) -> list[torch.Tensor | None]:
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
@@ -361,8 +351,14 @@ def _by_backward(
             leaf.grad = gradient
 
 
+def _set_random_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
 @contextmanager
-def unchanged(models: list[torch.nn.Module], optimizers: list[Any], on_gpu: bool) -> Iterator[None]:
+def unchanged(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[None]:
     """Give random states, buffers, attributes of modules and autocast's cache back at the end.
 
     amp notes no forward in between.
@@ -371,7 +367,7 @@ def unchanged(models: list[torch.nn.Module], optimizers: list[Any], on_gpu: bool
     records = [record for one in managed for record in one.ledger.records]
     for record in records:
         record.is_replayed = True
-    random = _random_states(on_gpu)
+    random = _random_states(any(one.is_cuda for model in models for one in model.parameters()))
     kept = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
     modules = [(module, dict(vars(module))) for model in models for module in model.modules()]
     try:

@@ -19,9 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from apex.bench.cli import UsageError
 from apex.bench.options import check_folder
 from apex.debug.report import Report
+from apex.debug.tensors import params_of
 from apex.debug.watch import Watch
-
-__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """Run a training script as it is. At the first step whose gradients are not finite, say
 which operation made the first inf or NaN, and why, on stderr and in apex-debug/. The script's own
@@ -41,38 +40,30 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit code of the script."""
     if not args.as_module and not Path(args.script).is_file():
         raise UsageError(f"{args.script}: no such file")
-    where = Path(args.out).absolute()
+    program, code = _Program(Path(args.out).absolute()), 1
     argv, path = sys.argv, list(sys.path)
     sys.argv = [args.script, *args.arguments]
     sys.path[0] = os.getcwd() if args.as_module else str(Path(args.script).absolute().parent)
-    program, code = _Program(where), 1
     try:
         with program.watched():
             if args.as_module:
                 runpy.run_module(args.script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(args.script, run_name="__main__")
+        code = 0
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        return code
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  # shown as Python shows it
+    except Exception as error:  # noqa: BLE001  # shown as Python shows it
         frames = error.__traceback__
-        while frames is not None and "runpy" not in frames.tb_frame.f_code.co_filename:
+        while frames is not None and frames.tb_frame.f_globals["__name__"] != "__main__":
             frames = frames.tb_next
-        while frames is not None and "runpy" in frames.tb_frame.f_code.co_filename:
-            frames = frames.tb_next
-        traceback.print_exception(type(error), error, frames or error.__traceback__)
-        return 1
-    else:
-        code = 0
-        return code
+        traceback.print_exception(type(error), error, frames)
     finally:
         sys.argv, sys.path = argv, path
         program.finish(failed=code != 0)
+    return code
 
 
 class _Program:
@@ -80,18 +71,17 @@ class _Program:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._watch = Watch([], [], None, None, self._write, True, 16, None)
+        self._watch = Watch([], [], None, None, self._write)
         self._optimizers: list[Any] = []  # made, and not watched yet
         self._unseen: set[int] = set()  # their parameters without a module that was called
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Notice optimizers and scalers when they are made, and modules when they are called."""
-        hook = torch_modules.register_module_forward_pre_hook(self._called)
         undo = [
-            hook.remove,
-            _after_init(torch.optim.Optimizer, self._made),
+            torch_modules.register_module_forward_pre_hook(self._called).remove,
             register_optimizer_step_pre_hook(self._begins).remove,
+            _after_init(torch.optim.Optimizer, self._made),
             _after_init(torch.amp.GradScaler, self._watch.attach_scaler),
         ]
         try:
@@ -102,14 +92,12 @@ class _Program:
 
     def _made(self, optimizer: Any) -> None:
         self._optimizers.append(optimizer)
-        self._unseen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._unseen |= set(map(id, params_of(optimizer)))
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Watch a step from its start on where the model's first call is in its closure."""
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        if has_closure and optimizer in self._optimizers:
-            self._optimizers.remove(optimizer)
-            self._watch.attach_optimizer(optimizer)
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            self._attach(optimizer)
 
     def _called(self, module: torch.nn.Module, args: Any) -> None:
         if not self._unseen or isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -122,12 +110,13 @@ class _Program:
         kwargs = sys._getframe(1).f_locals.get("kwargs", {})
         self._watch.attach(module, first=(args, kwargs))
         for optimizer in list(self._optimizers):
-            params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            managed = getattr(optimizer, "_amp_stash", None)
-            targets = set() if managed is None else set(map(id, managed.params.targets))
-            if own & (params | targets):
-                self._optimizers.remove(optimizer)
-                self._watch.attach_optimizer(optimizer)
+            if not own.isdisjoint(map(id, params_of(optimizer))):
+                self._attach(optimizer)
+
+    def _attach(self, optimizer: Any) -> None:
+        if optimizer in self._optimizers:
+            self._optimizers.remove(optimizer)
+            self._watch.attach_optimizer(optimizer)
 
     def _write(self, report: Report) -> None:
         print(report.text(), file=sys.stderr)
@@ -135,27 +124,28 @@ class _Program:
         rank = f"-rank{report.rank}" if report.rank else ""
         (self._folder / f"report{rank}.txt").write_text(report.text() + "\n", "utf-8")
         (self._folder / f"report{rank}.json").write_text(report.to_json() + "\n", "utf-8")
-        print(f"apex debug: wrote {self._folder}", file=sys.stderr)
+        _say(f"wrote {self._folder}")
         if report.call is not None:
             try:
                 file = report.save(self._folder / f"nan{rank}.pt")
+                _say(f"apex debug repro {file} shows it again")
             except ValueError as error:
-                print(f"apex debug: no file to show it again: {error}", file=sys.stderr)
-            else:
-                print(f"apex debug: apex debug repro {file} shows it again", file=sys.stderr)
+                _say(f"no file to show it again: {error}")
 
     def finish(self, *, failed: bool) -> None:
         """Say where nothing could be watched, and take the hooks off."""
         if self._watch.steps == 0 and not failed:
-            print(
-                "apex debug: no step of an optimizer was seen whose parameters are in a module "
-                "that was called. Write into the script: with apex.debug.watch(model, optimizer):",
-                file=sys.stderr,
+            _say(
+                "no step of an optimizer was seen whose parameters are in a module that was "
+                "called. Write into the script: with apex.debug.watch(model, optimizer):"
             )
         elif self._watch.report is not None:
-            counts = f"{self._watch.skipped} of {self._watch.steps} steps were skipped"
-            print(f"apex debug: {counts}", file=sys.stderr)
+            _say(f"{self._watch.skipped} of {self._watch.steps} steps were skipped")
         self._watch.close()
+
+
+def _say(text: str) -> None:
+    print(f"apex debug: {text}", file=sys.stderr)
 
 
 def _after_init(kind: Any, tell: Callable[[Any], None]) -> Callable[[], None]:

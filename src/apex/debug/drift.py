@@ -5,14 +5,13 @@ Sampled every so many steps, off by default: it reads all gradients once, and wa
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
 import torch
 
-from apex.debug.tensors import HALVES, local
-
-__all__ = ["Drift", "Sampler"]
+from apex.debug.tensors import HALVES, local, named_in
 
 _BAND = 8.0  # robust z-score; with the least spread, 0.05, a factor of 1.5
 _FEWEST = 20  # samples before a band is known
@@ -47,44 +46,36 @@ class Drift:
 
 
 class Sampler:
-    """Keeps the last ``length`` gradient norms of each module and compares the next with them."""
+    """Keeps the last 100 gradient norms of each module and compares the next with them."""
 
-    def __init__(self, models: list[torch.nn.Module], length: int = 100) -> None:
+    def __init__(self, models: list[torch.nn.Module]) -> None:
         self._models = models
         self._norms: dict[str, deque[float]] = {}
-        self._length = length
-        self.zeros: dict[str, float] = {}
 
     @torch.no_grad()
-    def sample(self, step: int) -> Drift | None:
+    def sample(self, step: int) -> list[Drift]:
         """Look at the gradients; return the first module (in forward order) outside of its band."""
-        first = None
-        for name, gradients in self._by_module():
-            norm = float(torch.stack([g.float().norm() for g in gradients]).norm())
-            halves = [g for g in gradients if g.dtype in HALVES]
-            if halves:
-                zeros = sum(float((g == 0).sum()) for g in halves)
-                self.zeros[name] = zeros / sum(g.numel() for g in halves)
-            if not 0.0 < norm < float("inf"):
-                continue
-            seen = self._norms.setdefault(name, deque(maxlen=self._length))
-            value = torch.tensor(norm, dtype=torch.float64).log()
-            if len(seen) >= _FEWEST:
-                logs = torch.tensor(list(seen), dtype=torch.float64).log()
-                median = logs.median()
-                spread = 1.4826 * (logs - median).abs().median()
-                score = float((value - median) / spread.clamp_min(0.05))
-                if abs(score) > _BAND and first is None:
-                    zero = self.zeros.get(name)
-                    first = Drift(step, name, norm, float(median.exp()), score, zero)
-            seen.append(norm)
-        return first
-
-    def _by_module(self) -> list[tuple[str, list[torch.Tensor]]]:
         found = []
-        for model in self._models:
-            for name, module in model.named_modules():
-                own = [p.grad for p in module.parameters(recurse=False) if p.grad is not None]
-                if own:
-                    found.append((name, [local(gradient) for gradient in own]))
-        return found
+        for name, module in named_in(self._models, "named_modules"):
+            own = [p.grad for p in module.parameters(recurse=False) if p.grad is not None]
+            if not own:
+                continue
+            norm = float(torch.stack([local(g).float().norm() for g in own]).norm())
+            if not 0.0 < norm < math.inf:
+                continue
+            seen = self._norms.setdefault(name, deque(maxlen=100))
+            if len(seen) >= _FEWEST:
+                logs = torch.tensor([*seen, norm], dtype=torch.float64).log()
+                median = logs[:-1].median()
+                spread = 1.4826 * (logs[:-1] - median).abs().median()
+                score = float((logs[-1] - median) / spread.clamp_min(0.05))
+                if abs(score) > _BAND:
+                    found.append(Drift(step, name, norm, float(median.exp()), score, _zeros(own)))
+            seen.append(norm)
+        return found[:1]
+
+
+def _zeros(gradients: list[torch.Tensor]) -> float | None:
+    halves = [local(g) for g in gradients if g.dtype in HALVES]
+    zeros = sum(int((g == 0).sum()) for g in halves)
+    return zeros / sum(g.numel() for g in halves) if halves else None

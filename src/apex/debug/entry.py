@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from apex.debug.report import Report
+from apex.debug.tensors import params_of
 from apex.debug.watch import Watch, watch_of
-
-__all__ = ["watch"]
 
 
 def watch(
@@ -66,13 +65,11 @@ def watch(
             raise ValueError(f"apex.debug.watch: {name} was {number!r}; it must be 0 or more")
     if step is not None and not callable(step):
         raise TypeError(f"apex.debug.watch: step was {type(step).__name__}, not a function")
-    if scaler is not None and not hasattr(scaler, "_per_optimizer_states"):
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise TypeError(f"apex.debug.watch: scaler was {type(scaler).__name__}, not a GradScaler")
     ours = {id(p) for one in models for p in one.parameters()}
     for one in optimizers:
-        managed = getattr(one, "_amp_stash", None)
-        groups = [p for group in one.param_groups for p in group["params"]]
-        if ours.isdisjoint(map(id, groups if managed is None else managed.params.targets)):
+        if ours.isdisjoint(map(id, params_of(one))):
             raise ValueError(
                 f"apex.debug.watch: no parameter of the {type(one).__name__} is in the "
                 f"{', '.join(type(one).__name__ for one in models)}: pass the model that it "

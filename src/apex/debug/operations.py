@@ -21,22 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["MASKS", "MOVES", "READS_MASKS", "is_masking", "name_of"]
 
-MOVES = {
-    *(
-        "_to_copy",
-        "_unsafe_view",
-        "alias",
-        "cat",
-        "chunk",
-        "clone",
-        "constant_pad_nd",
-        "contiguous",
-    ),
-    *("copy", "copy_", "detach", "embedding", "empty", "empty_like", "empty_strided", "expand"),
-    *("flip", "gather", "index", "index_select", "lift_fresh", "masked_select", "new_empty"),
-    *("new_empty_strided", "permute", "relu", "relu_", "repeat", "reshape", "resize_", "roll"),
-    *("select", "select_backward", "slice", "slice_backward", "split", "squeeze", "stack", "t"),
-    *("transpose", "tril", "triu", "unbind", "unsqueeze", "view", "zeros", "zeros_like"),
+MOVES = {  # views are not looked at
+    *("_to_copy", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy", "copy_", "embedding"),
+    *("empty", "empty_like", "empty_strided", "flip", "gather", "index", "index_select"),
+    *("lift_fresh", "masked_select", "new_empty", "new_empty_strided", "relu", "relu_", "repeat"),
+    *("resize_", "roll", "select_backward", "slice_backward", "stack", "tril", "triu", "zeros"),
+    "zeros_like",
 }
 MASKS = {
     *("add", "add_", "fill", "fill_", "full", "full_like", "index_fill", "index_fill_"),

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["Together", "agree"]
-
 WAIT = timedelta(seconds=60)
+dist = torch.distributed
+
+
+def _is_up() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
     """The process groups over which a decision is shared: ``group``, or those of DTensors."""
-    if group is not None:
-        return [group]
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return []
+    if group is not None or not _is_up():
+        return [] if group is None else [group]
     meshes = {id(t.device_mesh): t.device_mesh for t in tensors if hasattr(t, "device_mesh")}
     return [g for mesh in meshes.values() for g in mesh.get_all_groups()]
 
@@ -26,7 +27,7 @@ def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
 def agree(found: torch.Tensor, tensors: Iterable[Any], group: Any = None) -> torch.Tensor:
     """The largest ``found`` of the ranks that share ``tensors``; those alone are asked."""
     for each in _groups(tensors, group):
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=each)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=each)
     return found
 
 
@@ -39,31 +40,25 @@ class Together:
         name: Of the fault, the same on all ranks.
     """
 
-    def __init__(self, models: list[torch.nn.Module], group: Any = None, name: str = "") -> None:
+    def __init__(self, models: list[torch.nn.Module], group: Any, name: str) -> None:
         self._params = [param for model in models for param in model.parameters()]
         self._group, self._name, self._attempts = group, name, 0
         self._alone = False  # others did not come to explain
-        self.is_parallel = (
-            torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_world_size() > 1
-        )
-        self.rank = torch.distributed.get_rank() if self.is_parallel else None
-        self.needs_others = bool(_groups(self._params, group)) or any(
-            isinstance(module, torch.nn.SyncBatchNorm) or "SyncBatchNorm" in type(module).__name__
-            for model in models
-            for module in model.modules()
-        )
+        self.is_parallel = _is_up() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.is_parallel else None
+        kinds = {type(module).__name__ for model in models for module in model.modules()}
+        synchronised = any("SyncBatchNorm" in kind for kind in kinds)
+        self.needs_others = synchronised or bool(_groups(self._params, group))
 
     def are_here(self) -> bool:
         """Whether all ranks came to explain the fault, within a minute."""
         if not self.is_parallel:
             return True
-        store = torch.distributed.distributed_c10d._get_default_store()
+        store = dist.distributed_c10d._get_default_store()
         self._attempts += 1
         common = f"apex.debug/{self._name}/{self._attempts}"
-        names = [f"{common}/{rank}" for rank in range(torch.distributed.get_world_size())]
-        store.set(names[torch.distributed.get_rank()], "here")
+        names = [f"{common}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(names[dist.get_rank()], "here")
         try:
             store.wait(names, WAIT)
         except (RuntimeError, ValueError):  # torch's DistStoreError, of a time-out
@@ -81,6 +76,6 @@ class Together:
         """What each rank gave, in the order of ranks."""
         if not self.is_parallel:
             return [value]
-        values: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(values, value)
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
         return values

@@ -12,8 +12,6 @@ from typing import Any
 
 from apex.debug import reproduce
 
-__all__ = ["CAUSES", "Report"]
-
 CAUSES = {
     "scale": "the loss scale is too high for a gradient of 16 bits",
     "range": "a value beyond the range of 16 bits, finite in float32",

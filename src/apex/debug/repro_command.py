@@ -8,8 +8,6 @@ from pathlib import Path
 from apex.bench.cli import UsageError
 from apex.debug import reproduce
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = """Run the operation that a report of apex.debug saved, on this machine's CPU, show its
 result, and print a program of ten lines that does the same without apex."""
 

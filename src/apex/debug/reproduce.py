@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from apex.debug.tensors import describe, is_bad
-
-__all__ = ["FileError", "load", "run", "save", "script"]
+from apex.debug.tensors import describe, is_bad, tensors_of
+from apex.debug.tracing import written_by
 
 FORMAT = "apex.debug 1"
 LIMIT = 10_000_000  # bytes of inputs
 # Not: operations that read files, and those whose indices torch does not check.
 _REFUSED = "load|from_file|set_|unsafe_index|unsafe_put|indices|resize|as_strided"
 _NAME = re.compile(rf"aten\.(?!\w*(?:{_REFUSED}))[a-z0-9_]{{1,64}}\.[A-Za-z0-9_]{{1,64}}")
+_FIELDS: dict[str, type] = {"args": list, "kwargs": dict, "operation": str, "report": dict}
+_FIELDS |= {"random": torch.Tensor, "torch": str}
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor)
-_TAGGED = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout"}
-_TAGGED |= {torch.memory_format: "memory_format"}
+_TAGGED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class FileError(ValueError):
@@ -47,9 +46,8 @@ def printable(text: object) -> str:
 def save(path: Path, call: tuple[Any, Any, Any], report: dict[str, Any]) -> Path:
     """Write ``(operation, args, kwargs)`` and the report's fields; see the module's text."""
     operation, args, kwargs = call
-    args, kwargs = tree_map(_on_cpu, (list(args), dict(kwargs)))
-    args, kwargs = _crop(operation, args, kwargs)
-    size = sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs)) if _is_tensor(t))
+    args, kwargs = _crop(operation, *tree_map(_on_cpu, (list(args), dict(kwargs))))
+    size = sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
     if size > LIMIT:
         raise ValueError(
             f"apex.debug: the inputs of {operation} are {size / 1e6:.0f} MB and cannot be cropped "
@@ -62,17 +60,10 @@ def save(path: Path, call: tuple[Any, Any, Any], report: dict[str, Any]) -> Path
         "kwargs": tree_map(_plain, kwargs),
         "random": torch.get_rng_state(),
         "torch": str(torch.__version__),  # a class of its own, which weights_only refuses
-        "report": {key: value for key, value in report.items() if key != "call"},
+        "report": report,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(number)
-    try:
-        torch.save(entry, name)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    torch.save(entry, path)
     return path
 
 
@@ -93,38 +84,24 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileError(f"{path}: not a file of apex.debug ({' '.join(first)[:120]})") from None
     if not isinstance(entry, dict) or entry.get("format") != FORMAT:
         raise FileError(f"{path}: not a file of {FORMAT}")
-    name = entry.get("operation")
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or _find(name) is None:
-        raise FileError(f"{path}: {name!r} is no operation of torch.ops.aten")
-    args, kwargs = entry.get("args"), entry.get("kwargs")
-    if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise FileError(f"{path}: args must be a list and kwargs a dictionary")
-    if not all(isinstance(leaf, _PLAIN) for leaf in tree_leaves((args, kwargs))):
-        raise FileError(f"{path}: the arguments are no plain values")
-    state = entry.get("random")
-    like = torch.get_rng_state()
-    if not isinstance(state, torch.Tensor) or (state.dtype, state.shape) != (
-        like.dtype,
-        like.shape,
-    ):
-        raise FileError(f"{path}: it has no state of torch's random numbers")
-    if not isinstance(entry.get("report"), dict) or not isinstance(entry.get("torch"), str):
-        raise FileError(f"{path}: it has no report, or no version of torch")
+    for name, kind in _FIELDS.items():
+        if not isinstance(entry.get(name), kind):
+            raise FileError(f"{path}: its field {name!r} is missing, or no {kind.__name__}")
+    if not _NAME.fullmatch(entry["operation"]) or _find(entry["operation"]) is None:
+        raise FileError(f"{path}: {entry['operation']!r} is no operation of torch.ops.aten")
     return entry
 
 
 def run(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the operation of a loaded file; describe each result, see :func:`tracing.describe`."""
-    operation = _find(entry["operation"])
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
+    """Run the operation of a loaded file; describe each result, see :func:`.tensors.describe`."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.set_rng_state(entry["random"])
             args, kwargs = tree_map(_back, (entry["args"], entry["kwargs"]))
-            results = _results(operation, tree_map(_copy, args), tree_map(_copy, kwargs))
-            return [describe(one) for one in results]
-        except Exception as error:  # noqa: BLE001  # of any operation
-            first = " ".join(str(error).strip().splitlines()[:1])
-            raise FileError(f"{entry['operation']} cannot be run on a CPU: {first}") from None
+            return [describe(one) for one in _results(_find(entry["operation"]), args, kwargs)]
+    except Exception as error:  # noqa: BLE001  # of any operation
+        first = " ".join(str(error).strip().splitlines()[:1])
+        raise FileError(f"{entry['operation']} cannot be run on a CPU: {first}") from None
 
 
 def script(path: str | os.PathLike[str]) -> str:
@@ -149,28 +126,16 @@ def _find(name: str) -> Any:
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
 def _on_cpu(leaf: Any) -> Any:
-    if isinstance(leaf, torch.device):
-        return torch.device("cpu")
-    if not _is_tensor(leaf):
-        return leaf
-    leaf = getattr(leaf, "_local_tensor", leaf).detach()
-    return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if _is_tensor(leaf) else leaf
+    if isinstance(leaf, torch.Tensor):
+        return getattr(leaf, "_local_tensor", leaf).detach().to("cpu", copy=True)
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def _plain(leaf: Any) -> Any:
     """What ``weights_only`` can load; dtypes and their like become text such as "!torch.half"."""
-    for kind in _TAGGED:
-        if isinstance(leaf, kind):
-            return f"!torch.{str(leaf).removeprefix('torch.')}"
+    if isinstance(leaf, _TAGGED):
+        return f"!torch.{str(leaf).removeprefix('torch.')}"
     return leaf if isinstance(leaf, _PLAIN) else str(leaf)
 
 
@@ -178,19 +143,30 @@ def _back(leaf: Any) -> Any:
     if isinstance(leaf, str) and leaf.startswith("!torch."):
         name = leaf.removeprefix("!torch.")
         value = torch.device("cpu") if name == "cpu" else getattr(torch, name, None)
-        if not isinstance(value, tuple(_TAGGED)):
+        if not isinstance(value, _TAGGED):
             raise TypeError(f"{leaf!r} is no dtype")
         return value
     return leaf
 
 
 def _results(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """All floating results, with the arguments that the operation writes to."""
+    """All floating results, with the arguments that the operation writes to: copies of these."""
+    args, kwargs = tree_map(_copy, (args, kwargs))
     result = operation(*args, **kwargs)
-    written = [entry.alias_info is not None for entry in operation._schema.arguments]
-    places = [args[i] for i, is_written in enumerate(written[: len(args)]) if is_written]
-    leaves = [leaf for leaf in tree_leaves((result, places)) if _is_tensor(leaf)]
+    leaves = tensors_of((result, written_by(operation, args, kwargs)))
     return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _bad_result(operation: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The first result that is not finite; ``None`` too where the arguments do not fit."""
+    try:
+        return next((one for one in _results(operation, args, kwargs) if is_bad(one)), None)
+    except (RuntimeError, TypeError, IndexError):
+        return None
 
 
 def _crop(operation: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -198,23 +174,18 @@ def _crop(operation: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any,
 
     Left as they are where the operation does not show the fault any more.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
-    try:
-        results = _results(operation, tree_map(_copy, args), tree_map(_copy, kwargs))
-        bad = next(one for one in results if is_bad(one) and one.dim())
-    except (RuntimeError, TypeError, StopIteration):
+    bad = _bad_result(operation, args, kwargs)
+    if bad is None or not bad.dim():
         return args, kwargs
-    rows, row = bad.shape[0], describe(bad)["first"][0]
+    row = describe(bad)["first"][0]
+    tensors = [one for one in tensors_of((args, kwargs)) if one.shape[:1] == bad.shape[:1]]
     for chosen in (tensors, tensors[:1], tensors[1:]):
-        ids = {id(one) for one in chosen if one.dim() and one.shape[0] == rows}
+        ids = set(map(id, chosen))
 
         def cut(leaf: Any, ids: set[int] = ids) -> Any:
             return leaf[row : row + 1].clone() if id(leaf) in ids else leaf
 
         cropped = tree_map(cut, (args, kwargs))
-        try:
-            if ids and any(is_bad(one) for one in _results(operation, *tree_map(_copy, cropped))):
-                return cropped[0], cropped[1]
-        except (RuntimeError, TypeError, IndexError):
-            continue
+        if ids and _bad_result(operation, *cropped) is not None:
+            return cropped[0], cropped[1]
     return args, kwargs

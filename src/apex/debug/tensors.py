@@ -1,12 +1,11 @@
-"""Tensors and modules as a report shows them: what is not finite in them, and their names."""
+"""Tensors, modules and optimizers as a report shows them: what is not finite, and their names."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-
-__all__ = ["HALVES", "describe", "fronts", "is_bad", "local", "module_paths"]
+from torch.utils._pytree import tree_iter
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -18,6 +17,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def is_bad(tensor: torch.Tensor) -> bool:
@@ -54,18 +58,28 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     return found
 
 
-def fronts(models: list[torch.nn.Module]) -> list[str]:
-    """What the paths in each model begin with: of several its class, with its place if need be."""
+def plain(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile(model)`` was given."""
+    return getattr(model, "_orig_mod", model)
+
+
+def params_of(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters of the models that an optimizer steps; under amp not their masters."""
+    managed = getattr(optimizer, "_amp_stash", None)
+    if managed is not None:
+        return [*managed.params.targets]
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def named_in(models: list[torch.nn.Module], method: str) -> list[tuple[str, Any]]:
+    """What ``model.named_modules()`` and its like give for all models.
+
+    Of several models, names begin with the class of the model, and with its place if need be.
+    """
     kinds = [type(model).__name__ for model in models]
-    if len(kinds) == 1:
-        return [""]
-    return [f"{k}[{i}]" if kinds.count(k) > 1 else k for i, k in enumerate(kinds)]
-
-
-def module_paths(models: list[torch.nn.Module]) -> dict[int, str]:
-    """The path of each module by its ``id``, with those of :func:`fronts`."""
-    paths: dict[int, str] = {}
-    for model, front in zip(models, fronts(models), strict=True):
-        for name, module in model.named_modules():
-            paths.setdefault(id(module), ".".join(part for part in (front, name) if part))
-    return paths
+    found = []
+    for place, (kind, model) in enumerate(zip(kinds, models, strict=True)):
+        front = f"{kind}[{place}]." if kinds.count(kind) > 1 else f"{kind}."
+        front = front if len(models) > 1 else ""
+        found += [((front + name).rstrip("."), one) for name, one in getattr(model, method)()]
+    return found

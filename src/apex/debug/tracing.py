@@ -9,6 +9,7 @@ not just the first one with an odd value. What the program computes does not cha
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
 import os
 import sys
@@ -21,16 +22,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from apex.debug.operations import MOVES, READS_MASKS, is_masking, name_of
-from apex.debug.tensors import HALVES, describe, is_bad, local
-
-__all__ = ["Counting", "Origin", "Trace", "key_of", "tensors_of", "written_by"]
+from apex.debug.tensors import HALVES, describe, is_bad, local, tensors_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
-_KEPT = 64  # origins of which the arguments are kept, for the file that shows the fault again
+_OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
 
 
 @dataclass
@@ -43,25 +42,44 @@ class Origin:
             ``"parameter"``, ``"buffer"``, ``"input"``, ``"gradient"`` (of an output), ``"tensor"``
             (made before), ``"collective"``.
         name: The operation with its overload, ``"aten.sqrt.default"``; else the tensor's name.
+        values: See :func:`describe`.
         index: Which operation of the replay it was, from 1 on.
         module: Path in the model, ``""`` for the model itself, ``None`` outside of it.
         direction: ``"forward"`` or ``"backward"``.
         line: The line of the forward, ``"file.py:12 in forward: code"``.
-        values: See :func:`describe`.
-        call: Operation, arguments and keyword arguments, as they were before it ran.
         node: In backward, autograd's name of the function, ``"SqrtBackward0"``.
+        call: Operation, arguments and keyword arguments, as they were before it ran.
     """
 
     kind: str
     name: str
+    values: dict[str, Any] = field(default_factory=dict)
     index: int = 0
     module: str | None = None
     direction: str = "forward"
     line: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    call: tuple[Any, Any, Any] | None = None
-    has_nan: bool = False
     node: str = ""
+    call: tuple[Any, Any, Any] | None = None
+
+    def has_nan(self) -> bool:
+        """Whether it is a NaN, and not only infinities."""
+        return bool(self.values.get("nan"))
+
+    def counts(self) -> str:
+        """How many values were NaN and inf, for a sentence."""
+        nan, inf = self.values["nan"], self.values["inf"]
+        parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
+        return f"{' and '.join(parts)} of {self.values['elements']} values"
+
+    def place(self) -> str:
+        """The operation with module, direction and line, for a sentence."""
+        text = self.name.removeprefix("aten.").partition(".")[0]
+        if self.module is not None:
+            text += f" in module {self.module}" if self.module else " in the model's forward"
+        if self.node:
+            of = f", the backward of {self.line}" if self.line else ""
+            return f"{text} (in {self.node}{of})"
+        return f"{text} (at {self.line})" if self.line else text
 
 
 def _is_view(operation: Any) -> bool:
@@ -72,19 +90,13 @@ def _is_view(operation: Any) -> bool:
     )
 
 
-def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes to."""
     found: list[torch.Tensor] = []
     for place, entry in enumerate(operation._schema.arguments):
         if entry.alias_info is not None and entry.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(entry.name)
-            found += tensors_of(value)
+            found += tensors_of(args[place] if place < len(args) else kwargs.get(entry.name))
     return found
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers."""
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -118,7 +130,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
     """Finds the origin of each value that is not finite.
 
     Args:
-        paths: Of :func:`module_paths`.
+        paths: Of modules, by their ``id``.
         known: What came from outside, for :attr:`Origin.kind` and :attr:`Origin.name`: pairs of a
             tensor and ``(kind, name)``.
         fill: What to write into memory that ``torch.empty`` gives; ``None`` to leave it.
@@ -132,15 +144,12 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self._paths, self._fill = paths, fill
-        self._known = {
-            key_of(tensor): names for tensor, names in known if key_of(tensor) is not None
-        }
-        self._seen: dict[int, tuple[StorageWeakRef, Origin | None]] = {}
+        self._known = {key: names for tensor, names in known if (key := key_of(tensor))}
+        self._seen: dict[int, Origin | None] = {}  # what was finite has none
         self._sent: dict[int, Origin] = {}  # by collectives
-        self._alive: list[StorageWeakRef] = []  # so that no other memory has a key of these
+        self._alive: dict[int, StorageWeakRef] = {}  # so that no other memory has a key of these
         self._modules: list[str | None] = [None]
         self._forward: dict[int, tuple[str | None, str]] = {}  # by autograd's sequence numbers
-        self._kept = 0
 
     @contextmanager
     def running(self) -> Iterator[Trace]:
@@ -160,68 +169,69 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         self._modules.append(self._paths.get(id(module), self._modules[-1]))
 
     def _leave(self, *_: Any) -> None:
-        if len(self._modules) > 1:
-            self._modules.pop()
+        self._modules.pop()
 
     def origin_of(self, tensor: torch.Tensor) -> Origin | None:
         """Where a value of ``tensor`` that is not finite began; ``None`` if all are finite."""
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            return None
         key = key_of(tensor)
-        entry = self._seen.get(key) if key is not None else None
-        if entry is not None and entry[1] is None:
-            return None  # was checked when it was made
-        if not is_bad(tensor):
+        origin = self._seen.get(key)
+        if (origin is None and key in self._seen) or not is_bad(tensor):
             return None
-        if entry is not None and entry[1] is not None:
-            return entry[1]
-        kind, name = self._known.get(key or 0, ("tensor", ""))
-        origin = self._sent.get(key or 0) or Origin(kind, name)
+        if origin is None:
+            origin = self._sent.get(key) or Origin(*self._known.get(key, ("tensor", "")))
+            self._set(tensor, origin)
         origin.values = origin.values or describe(tensor)
-        self._set(tensor, origin)
         return origin
 
     def _set(self, tensor: torch.Tensor, origin: Origin | None) -> None:
-        key = key_of(tensor)
-        if key is not None:
-            alive = StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
-            self._seen[key] = (alive, origin)
+        if key := self._hold(tensor):
+            self._seen[key] = origin
+
+    def _hold(self, tensor: torch.Tensor) -> int:
+        if key := key_of(tensor):
+            memory = local(tensor).untyped_storage()
+            self._alive[key] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+        return key
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, between the looks at its arguments and at its results."""
         node = torch._C._current_autograd_node()
-        here = self._place(node)
-        name, written = name_of(operation), written_by(operation, args, kwargs)
+        module, line = self._place(node)
         if "c10d" in operation._schema.name:
             return self._collective(operation, args, kwargs)
-        overwrites = name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
-        read = tensors_of((args[1:], kwargs) if overwrites else (args, kwargs))
-        outs = [kwargs[entry.name] for entry in operation._schema.arguments if entry.is_out]
-        read = [one for one in read if not any(one is out for out in outs)]
-        origins = [one for one in map(self.origin_of, read) if one is not None]
-        if overwrites and (sent := self._sent.get(key_of(args[0]) or 0)) is not None:
+        written, overwrites = written_by(operation, args, kwargs), name_of(operation) in _OVERWRITES
+        unread = {id(kwargs[entry.name]) for entry in operation._schema.arguments if entry.is_out}
+        unread |= {id(args[0])} if overwrites else set()
+        read = [one for one in tensors_of((args, kwargs)) if id(one) not in unread]
+        origins = [origin for one in read if (origin := self.origin_of(one)) is not None]
+        if overwrites and (sent := self._sent.get(key_of(args[0]))) is not None:
             origins = [sent if one.kind == "tensor" else one for one in origins]
         before = tree_map(_cloned, (args, kwargs)) if written else (args, kwargs)
         result = operation(*args, **kwargs)
+        new = Origin("operation", str(operation), {}, self.count, module, line=line)
+        if self._is_backward(node):
+            new.direction, new.node = "backward", node.name()
         for tensor in (*tensors_of(result), *written):
-            self._look_at(tensor, operation, before, origins, here, node)
+            self._look_at(tensor, operation, before, origins, dataclasses.replace(new))
         return result
 
     def _collective(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a collective: what it brings may be there later, and replace its inputs."""
-        found = [self.origin_of(tensor) for tensor in tensors_of((args, kwargs))]
+        tensors = tensors_of((args, kwargs))
+        found = [self.origin_of(tensor) for tensor in tensors]
         mine = next((one for one in found if one is not None and one.kind != "memory"), None)
-        for tensor in tensors_of((args, kwargs)):
-            key = key_of(tensor)
-            if key is not None:
+        for tensor in tensors:
+            if key := self._hold(tensor):
                 self._sent[key] = mine or Origin("collective", str(operation))
-                self._alive.append(StorageWeakRef(local(tensor).untyped_storage()))  # type: ignore[no-untyped-call]
                 self._seen.pop(key, None)
         return operation(*args, **kwargs)
 
+    def _is_backward(self, node: Any) -> bool:
+        return node is not None and self._modules[-1] is None  # not recomputing a checkpoint
+
     def _place(self, node: Any) -> tuple[str | None, str]:
         """Module and line that the operation belongs to; in backward those of its forward."""
-        if node is not None and self._modules[-1] is None:  # not recomputing a checkpoint
+        if self._is_backward(node):
             here = self._forward.get(node._sequence_nr(), (None, ""))
         else:
             here = (self._modules[-1], _line())
@@ -240,71 +250,50 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         operation: Any,
         before: tuple[Any, Any],
         origins: list[Origin],
-        here: tuple[str | None, str],
-        node: Any,
+        new: Origin,
     ) -> None:
+        """Set the origin of a result: ``new`` if it began here."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return
-        name = name_of(operation)
-        new = Origin(
-            "operation",
-            str(operation),
-            self.count,
-            here[0],
-            "forward",
-            here[1],
-        )
-        if node is not None and self._modules[-1] is None:  # not recomputing a checkpoint
-            new.direction, new.node = "backward", node.name()
-        if name.startswith(("empty", "new_empty")) and not origins:
+        if name_of(operation).startswith(("empty", "new_empty")) and not origins:
             new.kind = "memory"
             if self._fill is not None:
                 local(tensor).fill_(self._fill)
             self._set(tensor, new)
-            return
-        if not is_bad(tensor):
-            if not self._is_part_of_bad(tensor):
-                self._set(tensor, None)
-            return
-        new.values = describe(tensor)
-        new.has_nan = bool(new.values["nan"])
-        chosen = self._choose(new, operation, before, origins)
-        chosen.values = chosen.values or new.values
-        self._set(tensor, chosen)
+        elif is_bad(tensor):
+            new.values = describe(tensor)
+            self._set(tensor, self._choose(new, operation, before, origins))
+        elif not self._is_part_of_bad(tensor):
+            self._set(tensor, None)
 
     def _is_part_of_bad(self, tensor: torch.Tensor) -> bool:
         """Whether only a part of memory was written, of which the rest has an origin."""
-        key = key_of(tensor)
-        if key is None or self._seen.get(key, (None, None))[1] is None:
-            return False
-        whole = local(tensor).untyped_storage().nbytes()
-        return tensor.numel() * tensor.element_size() < whole
+        part = local(tensor)
+        has_origin = self._seen.get(key_of(part)) is not None
+        return has_origin and part.nbytes < part.untyped_storage().nbytes()
 
     def _choose(
         self, new: Origin, operation: Any, before: tuple[Any, Any], origins: list[Origin]
     ) -> Origin:
         """The origin of a result that is not finite: the operation's own, or an argument's."""
         name = name_of(operation)
-        real = [one for one in origins if one.kind != "mask" and not _may_mask(one)]
-        masks = [one for one in origins if one not in real]
+        real = [one for one in origins if not _may_be_mask(one)]
         if real:  # a gradient that reached an output comes last: a later forward may have made it
-            return min(real, key=lambda one: (one.kind == "gradient", not one.has_nan))
-        if masks and not (new.has_nan and name in READS_MASKS):
-            return masks[0]
-        if not masks and not new.has_nan and is_masking(operation, *before):
+            return min(real, key=lambda o: (o.kind == "gradient", not (o.index and o.has_nan())))
+        if origins and not (new.has_nan() and name in READS_MASKS):
+            return origins[0]
+        if not origins and not new.has_nan() and is_masking(operation, *before):
             new.kind = "mask"
-        elif not masks and name in MOVES and not _narrows(new, before):
+        elif not origins and name in MOVES and not _narrows(new, before):
             new.kind = "memory"
-        if self._kept < _KEPT:
-            self._kept += 1
-            new.call = (operation, *tree_map(_detached, before))
+        new.call = (operation, *tree_map(_detached, before))
         return new
 
 
-def _may_mask(origin: Origin) -> bool:
-    """Infinities without a NaN in a buffer or an input may be a mask."""
+def _may_be_mask(origin: Origin) -> bool:
+    """Infinities without a NaN in a buffer or an input may be a mask as well."""
     from_outside = origin.kind in ("buffer", "input", "tensor")
-    return from_outside and not origin.values.get("nan") and bool(origin.values.get("inf"))
+    return origin.kind == "mask" or (from_outside and not origin.has_nan())
 
 
 def _narrows(new: Origin, before: tuple[Any, Any]) -> bool:
@@ -322,12 +311,12 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def key_of(tensor: torch.Tensor) -> int | None:
-    """What identifies the memory of ``tensor``."""
+def key_of(tensor: torch.Tensor) -> int:
+    """What identifies the memory of ``tensor``; 0 for a subclass without memory of its own."""
     try:
         return int(local(tensor).untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
-        return None
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _line() -> str:

@@ -10,32 +10,33 @@ import torch
 from apex.debug.tensors import is_bad
 from apex.debug.tracing import Origin, Trace
 
-__all__ = ["owner_of", "update_again"]
 
-
-def owner_of(optimizers: list[Any], param: torch.Tensor) -> tuple[Any, dict[str, Any], Any]:
+def _owner_of(optimizers: list[Any], param: torch.Tensor) -> tuple[Any, dict[str, Any], Any] | None:
     """The optimizer that steps ``param``, its group, and what it steps: a master perhaps."""
     for optimizer in optimizers:
+        stepped = param
         managed = getattr(optimizer, "_amp_stash", None)
-        steps = {id(param): param}
         if managed is not None:
             pairs = zip(managed.params.targets, managed.params.stepped, strict=True)
-            steps |= {id(target): stepped for target, stepped in pairs}
-        stepped = steps.get(id(param))
+            stepped = next((stepped for target, stepped in pairs if target is param), param)
         for group in optimizer.param_groups:
             if any(one is stepped for one in group["params"]):
                 return optimizer, group, stepped
-    return None, {}, param
+    return None
 
 
-def update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
+def update_again(
+    optimizers: list[Any], param: torch.Tensor
+) -> tuple[Any, dict[str, Any], Origin] | None:
     """Let a copy of the optimizer repeat its update from its state on a finite parameter.
 
-    Returns the origin of what is not finite, ``None`` if the update is finite or cannot be made.
+    Returns the optimizer, the group of ``param`` and the origin of what is not finite; ``None`` if
+    the update is finite or cannot be made.
     """
-    optimizer, group, stepped = owner_of(optimizers, param)
-    if optimizer is None:
+    owner = _owner_of(optimizers, param)
+    if owner is None:
         return None
+    optimizer, group, stepped = owner
     state = optimizer.state.get(stepped, {})
     like = torch.zeros_like(stepped.detach()).requires_grad_()
     moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == like.shape]
@@ -44,14 +45,10 @@ def update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
         return None
     like.grad = torch.ones_like(like) if not moments else moments[0].to(like.dtype)
     try:
-        other = copy.copy(optimizer)
-        other.__dict__ = {
-            name: value
-            for name, value in vars(optimizer).items()
-            if "hooks" not in name and name not in ("step", "zero_grad", "_amp_stash")
-        }
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(other, name, {})
+        other = copy.copy(optimizer)  # without hooks
+        for name, value in vars(optimizer).items():
+            if name not in ("step", "zero_grad", "_amp_stash"):
+                vars(other).setdefault(name, value)
         other.param_groups = [{**group, "params": [like]}]
         other.state = type(optimizer.state)(dict)
         other.state[like] = copy.deepcopy(dict(state))
@@ -61,4 +58,6 @@ def update_again(optimizers: list[Any], param: torch.Tensor) -> Origin | None:
         found = trace.origin_of(like.detach())
     except Exception:  # noqa: BLE001  # an optimizer of any kind: then nothing is claimed of it
         return None
-    return found if found is not None and found.kind in ("operation", "mask") else None
+    if found is None or found.kind not in ("operation", "mask"):
+        return None
+    return optimizer, group, found

@@ -19,18 +19,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import apex
 from apex.debug import ranks
-from apex.debug.calls import Call, versions
+from apex.debug.calls import Call, is_transformed, stateful
 from apex.debug.drift import Drift, Sampler
 from apex.debug.explain import Fault, explain
 from apex.debug.report import Report
-from apex.debug.tensors import local
+from apex.debug.tensors import local, plain
 from apex.ops.lists.unscale import unscale_
-
-__all__ = ["FaultWarning", "NonFiniteError", "Watch", "watch_of"]
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
@@ -70,9 +67,9 @@ class Watch:
         scaler: Any,
         step: Callable[[], torch.Tensor] | None,
         on_fault: str | Callable[[Report], None],
-        skip: bool,
-        patience: int,
-        process_group: Any,
+        skip: bool = True,
+        patience: int = 16,
+        process_group: Any = None,
         every: int = 0,
     ) -> None:
         self.report: Report | None = None
@@ -85,16 +82,15 @@ class Watch:
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
+        self._open: dict[int, Call] = {}  # forwards that run, by model
         self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
-        self._losses: list[torch.Tensor] = []
-        self._bad_loss: torch.Tensor | None = None
         self._stateful: dict[int, list[torch.Tensor]] = {}  # buffers that a forward writes
-        self._open: dict[int, Call | None] = {}
+        self._losses: list[torch.Tensor] = []
         self._since = 0
         self._in_a_row: dict[int, int] = {}  # steps with a fault, by optimizer
         self._stepped: set[int] = set()  # optimizers, since the last forward
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._busy = self._scaler_steps = self._warned = False
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients of a skipped step
+        self._busy = self._warned = False
         self._undo: list[Callable[[], None]] = []
         for model in models:
             self.attach(model)
@@ -108,8 +104,9 @@ class Watch:
     def loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, and let the next step look at it too: ``watch.loss(loss).backward()``.
 
-        For losses that can be inf where all gradients are finite, such as a sum in float16. The
-        loss of an empty batch may be anything. Under a dynamic loss scale gradients alone count.
+        For losses that can be inf where all gradients are finite, such as a sum in float16, and
+        for outputs of the model of which the loss masks a NaN. The loss of an empty batch may be
+        anything. Under a dynamic loss scale gradients alone count.
         """
         self._losses.append(loss.detach())
         return loss
@@ -151,9 +148,9 @@ class Watch:
         held = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
             for call in self._calls
-            for t in map(local, [*call.inputs, *_gradients(call)])
+            for t in map(local, [*call.inputs, *call.gradients()])
         }
-        copies = sum(value.nbytes for call in self._calls for _, value in call.buffers)
+        copies = sum(value.nbytes for call in self._calls for _, value, _ in call.buffers)
         return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
 
     def close(self) -> None:
@@ -175,7 +172,7 @@ class Watch:
     def attach(self, model: torch.nn.Module, first: Any = None) -> None:
         """Watch a model too; ``first`` are the inputs of a forward that has begun already."""
         model = _inner(model)
-        self._models.append(model)
+        self._models.append(plain(model))
         if first is not None:
             self._before(model, *first)
         compiled = getattr(model, "_compiled_call_impl", None)
@@ -190,14 +187,12 @@ class Watch:
             model._compiled_call_impl = call
             self._undo.append(lambda: setattr(model, "_compiled_call_impl", compiled))
             return
-        for hook in (
-            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
-        ):
-            self._undo.append(hook.remove)
+        before = model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        after = model.register_forward_hook(self._after, with_kwargs=True)
+        self._undo += [before.remove, after.remove]
 
     def _before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self._busy or not torch.is_grad_enabled() or _is_transformed():
+        if self._busy or not torch.is_grad_enabled() or is_transformed():
             return
         if self._stepped:  # of several optimizers; the others needed the calls as well
             self._drop()
@@ -208,22 +203,17 @@ class Watch:
                 "GradScaler steps it, pass watch(..., scaler=scaler).",
                 stacklevel=_depth(),
             )
-        stateful = self._stateful.get(id(model))
-        buffers = _outside_batchnorm(model) if stateful is None else stateful
-        call = Call.record(model, args, kwargs, buffers)
-        if stateful is None:
-            call.written = versions(buffers)
-        self._open[id(model)] = call
+        buffers = self._stateful.get(id(model))
+        if buffers is None:  # the first forward: each may be written
+            buffers = stateful(model)
+        self._open[id(model)] = Call(model, args, kwargs, buffers)
 
     def _after(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._open.pop(id(model), None)
         if call is None or self._busy:
             return
-        if call.written is not None:  # the first forward: which buffers did it write?
-            now = versions([buffer for buffer, _ in call.buffers])
-            pairs = zip(call.buffers, call.written, now, strict=True)
-            call.buffers = [entry for entry, before, after in pairs if before != after]
-            self._stateful[id(model)] = [buffer for buffer, _ in call.buffers]
+        if id(model) not in self._stateful:
+            self._stateful[id(model)] = call.keep_written_buffers()
         call.watch_outputs(output)
         self._calls.append(call)
 
@@ -239,24 +229,24 @@ class Watch:
             self._undo.append(lambda: setattr(managed, "observer", None))
             if managed.can_skip():  # amp checks gradients itself
                 return
-        for hook in (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ):
-            self._undo.append(hook.remove)
+        before = optimizer.register_step_pre_hook(self._before_step)
+        after = optimizer.register_step_post_hook(lambda *_: self._give_back())
+        self._undo += [before.remove, after.remove]
 
     def attach_scaler(self, scaler: Any) -> None:
-        """Hear from a GradScaler which steps it skipped."""
+        """Learn from a GradScaler which steps it skipped."""
+        if not scaler.is_enabled():
+            return  # it checks nothing: the hooks of the optimizer do
         inner = scaler.step
 
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._undo or not any(optimizer is one for one in self._optimizers):
                 return inner(optimizer, *args, **kwargs)
-            self._scaler_steps = True
+            self._busy = True  # for the hooks of the optimizer
             try:
                 result = inner(optimizer, *args, **kwargs)
             finally:
-                self._scaler_steps = False
+                self._busy = False
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             if found:
                 flags = [flag.to("cpu") for flag in found.values()]
@@ -264,23 +254,13 @@ class Watch:
             return result
 
         scaler.step = types.MethodType(step, scaler)
-
-        def undo() -> None:
-            vars(scaler).pop("step", None)
-
-        self._undo.append(undo)
-
-    def stepped(self, optimizer: Any, found: torch.Tensor | bool, scale: float) -> None:
-        """Take the news of a step from amp or a scaler, which have decided whether to skip it."""
-        self.steps += 1
-        self._finish(optimizer, bool(found), scale, dynamic=True)
+        self._undo.append(lambda: vars(scaler).pop("step", None))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if self._busy or self._scaler_steps:
+        if self._busy:
             return None
         self._give_back()  # of a step that raised
-        positional = len(args) > 1  # args[0] is the optimizer
-        closure = args[1] if positional else kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
             self._check(optimizer)
             return None
@@ -291,38 +271,27 @@ class Watch:
             self._check(optimizer)
             return loss
 
-        if positional:
+        if len(args) > 1:
             return (args[0], evaluate, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluate}
 
     def _check(self, optimizer: Any) -> None:
-        self.steps += 1
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in params]
-        found = self._look_at([gradient for gradient in gradients if gradient is not None])
+        found, only_loss = self._look_at([p.grad for p in params if p.grad is not None])
         managed = getattr(optimizer, "_amp_stash", None)
         scale = 1.0 if managed is None else managed.training.loss_scalers[0].loss_scale()
-        if not self._finish(optimizer, bool(found), scale, dynamic=False):
-            return
-        if self._skip:
-            pairs = zip(params, gradients, strict=True)
-            self._hidden = [(p, gradient) for p, gradient in pairs if gradient is not None]
-            for p in params:
+        if self.stepped(optimizer, found, scale, only_loss) and self._skip:
+            self._hidden = [(p, p.grad) for p in params if p.grad is not None]
+            for p, _ in self._hidden:
                 p.grad = None
 
-    def _look_at(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Whether a gradient or a watched loss is not finite, on any rank that shares them."""
+    def _look_at(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """Whether a gradient or a watched loss is not finite on a rank; whether only a loss is."""
         found = _non_finite(gradients)
-        losses, self._losses = self._losses, []
-        self._bad_loss = None
-        if losses and all(t.numel() for call in self._calls for t in call.inputs):
-            bad = _non_finite(losses).to(found.device)
-            self._bad_loss = bad > found  # alone
-            found = torch.maximum(found, bad)
-        return ranks.agree(found, gradients, self._group)
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._give_back()
+        if self._losses and all(t.numel() for call in self._calls for t in call.inputs):
+            bad = _non_finite(self._losses).to(found.device)
+            return ranks.agree(torch.maximum(found, bad), gradients, self._group), bad > found
+        return ranks.agree(found, gradients, self._group), False
 
     def _give_back(self) -> None:
         hidden, self._hidden = self._hidden, []
@@ -330,35 +299,40 @@ class Watch:
             if param.grad is None:  # else the step raised, and another backward came since
                 param.grad = gradient
 
-    def _finish(self, optimizer: Any, found: bool, scale: float, *, dynamic: bool) -> bool:
-        """End a step; return whether it had a fault."""
+    def stepped(self, optimizer: Any, found: Any, scale: float, only_loss: Any = None) -> bool:
+        """End a step; return whether it had a fault.
+
+        ``only_loss`` is ``None`` where amp or a scaler has decided whether to skip the step.
+        """
+        dynamic, is_bad = only_loss is None, bool(found)
+        self.steps += 1
         self._stepped.add(id(optimizer))
         self._losses.clear()
         before = self._in_a_row.pop(id(optimizer), 0)
-        if not found:
+        if is_bad:
+            self._in_a_row[id(optimizer)] = before + 1
+            self.skipped += int(self._skip or dynamic)
+            together = ranks.Together(self._models, self._group, f"{self._number}/{self.steps}")
+            self.fault = Fault(
+                list(self._calls),
+                self._models,
+                self._optimizers,
+                self.steps,
+                self._since,
+                scale,
+                together,
+                bool(only_loss),
+            )
+            may_heal = dynamic and not any(call.had_nan() for call in self._calls)
+            if self.report is None and before >= (self._patience if may_heal else 0):
+                self._tell()
+        else:
             self._since, self.fault = self.steps, None if before else self.fault
             if self._every and self.steps % self._every == 0:
-                drift = self._sampler.sample(self.steps)
-                self.drifts += [] if drift is None else [drift]
-            self._end()
-            return False
-        self._in_a_row[id(optimizer)] = before + 1
-        self.skipped += int(self._skip or dynamic)
-        self.fault = Fault(
-            list(self._calls),
-            self._models,
-            self._optimizers,
-            self.steps,
-            self._since,
-            scale,
-            ranks.Together(self._models, self._group, f"{self._number}/{self.steps}"),
-            not dynamic and self._bad_loss is not None and bool(self._bad_loss),
-        )
-        may_heal = dynamic and not any(call.had_nan() for call in self._calls)
-        if self.report is None and before >= (self._patience if may_heal else 0):
-            self._tell()
-        self._end()
-        return True
+                self.drifts += self._sampler.sample(self.steps)
+        if len(self._stepped) == len(self._optimizers):
+            self._drop()
+        return is_bad
 
     def _tell(self) -> None:
         if self._on_fault == "keep":
@@ -370,10 +344,6 @@ class Watch:
             raise NonFiniteError(report)
         else:
             warnings.warn(report.text(), FaultWarning, stacklevel=_depth())
-
-    def _end(self) -> None:
-        if len(self._stepped) == len(self._optimizers):
-            self._drop()
 
     def _drop(self) -> None:
         """Forget calls whose backward has come, and those whose backward does not come."""
@@ -391,12 +361,6 @@ def watch_of(optimizer: Any) -> Watch | None:
     return found if found is not None and found._undo else None
 
 
-def _is_transformed() -> bool:
-    """Whether torch.func or a tracer runs the model: on tensors without memory of their own."""
-    transformed = torch._C._functorch.maybe_current_level() is not None
-    return transformed or torch._C._get_tracing_state() is not None
-
-
 def _depth() -> int:
     """How far above its caller the line of the program is, for ``warnings.warn``."""
     frame, depth = sys._getframe(1), 1
@@ -405,30 +369,13 @@ def _depth() -> int:
     return depth
 
 
-def _inner(model: torch.nn.Module) -> torch.nn.Module:
+def _inner(model: Any) -> Any:
     """The module inside of a data-parallel wrapper, whose replay needs no other rank."""
-    inner = model
-    while "DataParallel" in type(inner).__name__ and isinstance(
-        getattr(inner, "module", None), torch.nn.Module
+    while "DataParallel" in type(model).__name__ and isinstance(
+        getattr(model, "module", None), torch.nn.Module
     ):
-        inner = inner.get_submodule("module")
-    return inner
-
-
-def _outside_batchnorm(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Buffers a forward may read after it has written them; BatchNorm's it does not read."""
-    inner = getattr(model, "_orig_mod", model)  # torch.compile(model)
-    return [
-        buffer
-        for module in inner.modules()
-        if not (isinstance(module, _BatchNorm) and module.training)
-        for buffer in module._buffers.values()
-        if buffer is not None
-    ]
-
-
-def _gradients(call: Call) -> list[torch.Tensor]:
-    return [one for passed in call.passes.values() for one in passed.values()]
+        model = model.module
+    return model
 
 
 def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:

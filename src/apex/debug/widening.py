@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter, tree_map
 
-from apex.debug.tensors import HALVES, local
-from apex.debug.tracing import Counting, key_of, tensors_of, written_by
-
-__all__ = ["Wide"]
+from apex.debug.tensors import HALVES, local, tensors_of
+from apex.debug.tracing import Counting, key_of, written_by
 
 
 class Wide(Counting):  # type: ignore[no-untyped-call]
@@ -26,11 +24,11 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
         index: The operation whose largest result is wanted, see :attr:`largest`.
     """
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
         self._index = index
         self._wide: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        self.largest: float | None = None
+        self.largest = math.nan
         self.is_used = False  # whether there was a 16-bit tensor
 
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -39,67 +37,55 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
         if tensor.dtype not in HALVES or tensor.layout != torch.strided:
             return tensor
         storage = tensor.untyped_storage()
-        entry = self._wide.get(storage._cdata)
         self.is_used = True
-        if entry is None:
+        if storage._cdata not in self._wide:
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            entry = self._wide[storage._cdata] = (storage, whole.float())
-        return entry[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            self._wide[storage._cdata] = (storage, whole.float())
+        wide = self._wide[storage._cdata][1]
+        return wide.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation twice, if it has to do with 16-bit tensors."""
+        """Run one operation in float32, then as it is; what is float32 keeps the first result."""
         if "c10d" in operation._schema.name or "fsdp" in operation._schema.name:
             result = operation(*args, **kwargs)  # written later, or by other ranks
             for tensor in tensors_of((args, kwargs, result)):
-                self._wide.pop(key_of(tensor) or 0, None)
+                self._wide.pop(key_of(tensor), None)
             return result
-        written = written_by(operation, args, kwargs)
-        halves = [one for one in written if one.dtype in HALVES]
         wide_args, wide_kwargs = tree_map(self._widen, (args, kwargs))
-        if written and not halves:
-            return self._note(operation(*wide_args, **wide_kwargs), operation, args, wide_args)
-        seeded = torch.Tag.nondeterministic_seeded in operation.tags
-        state = torch.get_rng_state() if seeded else None
+        state = torch.get_rng_state()
         wide = operation(*wide_args, **wide_kwargs)
-        if state is not None:
-            torch.set_rng_state(state)
-        kept = {id(one) for one in written if one.dtype not in HALVES}
-        clone = lambda leaf: leaf.clone() if id(leaf) in kept else leaf  # noqa: E731
+        torch.set_rng_state(state)
+        if self.count == self._index:
+            floating = [t.detach() for t in tensors_of(wide) if t.is_floating_point()]
+            sizes = [t[t.isfinite()].abs() for t in floating]
+            self.largest = max((float(t.max()) for t in sizes if t.numel()), default=math.nan)
+        written = written_by(operation, args, kwargs)
+        halves = {id(one) for one in written if one.dtype in HALVES}
+        wider = {id(one) for one in written} - halves
+        clone = lambda leaf: leaf.clone() if id(leaf) in wider else leaf  # noqa: E731
         args, kwargs = tree_map(clone, (args, kwargs))
-        result = operation(*args, **kwargs)
-        self._note(wide, operation, args, wide_args)
-        return self._pair(result, wide, written)
+        return self._pair(operation(*args, **kwargs), wide, halves)
 
     def _widen(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return self.widened(leaf)
         return torch.float32 if isinstance(leaf, torch.dtype) and leaf in HALVES else leaf
 
-    def _note(self, wide: Any, operation: Any, args: Any, wide_args: Any) -> Any:
-        if self.count == self._index:
-            sizes = [t.detach().abs() for t in tensors_of(wide) if t.is_floating_point()]
-            finite = [float(t[torch.isfinite(t)].max()) for t in sizes if torch.isfinite(t).any()]
-            self.largest = max(finite, default=math.nan)
-        if wide is not None and wide_args and wide is wide_args[0]:
-            return args[0]  # an in-place operation gives its argument
-        return wide
-
-    def _pair(self, result: Any, wide: Any, written: list[torch.Tensor]) -> Any:
+    def _pair(self, result: Any, wide: Any, written: set[int]) -> Any:
         """Remember the float32 results beside 16-bit ones; give others as they are in float32."""
         wides = iter(list(tree_iter(wide)))
-        ours = {id(one) for one in written}
 
         def pair(leaf: Any) -> Any:
             other = next(wides, None)
-            if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in written:
                 return leaf
-            if id(leaf) in ours or leaf.dtype not in HALVES:
-                return leaf if id(leaf) in ours else other
+            if leaf.dtype not in HALVES:
+                return other
             storage = leaf.untyped_storage()
             size = storage.nbytes() // leaf.element_size()
             flat = torch.zeros(size, dtype=torch.float32, device=leaf.device)
             self._wide[storage._cdata] = (storage, flat)
-            self.widened(leaf).copy_(other)
+            self.widened(leaf).copy_(other)  # type: ignore[arg-type]
             return leaf
 
         return tree_map(pair, result)
