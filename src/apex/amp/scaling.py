@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from apex.amp._amp_state import _amp_state
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
-from apex.amp.gradients.ledger import Pass, State
+from apex.amp.gradients.ledger import Ledger, Pass, State, Written
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.training import is_disabled
@@ -67,6 +68,10 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
     check: bool
     _pass: Pass | None = None  # None: a plain backward
     _off: Any = None  # casts are off inside
+    # Gradients of the scaled loss, once a backward pass went through it; None: not looked at.
+    _reached: list[Any] | None = None
+    _is_root: bool = False  # whether a backward pass has to begin with the scaled loss
+    _others: Sequence[tuple[Ledger, Written]] = ()  # not listed; what they had before the block
 
     def __enter__(self) -> torch.Tensor:
         states = _states(self.optimizers)
@@ -96,8 +101,24 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
         except BaseException:
             this.abandon()
             raise
+        self._watch(scaled, this, ledgers)
         self._pass = this
         return scaled
+
+    def _watch(self, scaled: torch.Tensor, this: Pass, ledgers: list[Ledger]) -> None:
+        """Look for two mistakes: another root of the backward pass, and an optimizer left out."""
+        if this.scaler._static == 1.0 or scaled.grad_fn is None:
+            return
+        self._reached = []
+        scaled.grad_fn.register_prehook(self._reached.append)
+        training = ledgers[0].training
+        # Stages of a pipeline get scaled gradients. A delayed pass has gradients from before.
+        is_root = scaled.numel() == 1 and training.process_group is None
+        self._is_root = is_root and all([ledger.scaled is None for ledger in ledgers])
+        if training.has_several():
+            owners = training.co_owners(ledgers) if training.shared else []
+            idle = [one for one in training.ledgers() if one.state is State.UNSCALED]
+            self._others = [(one, one.written()) for one in idle if one not in owners]
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if self._off is None:
@@ -121,6 +142,16 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
                 "params, create_graph=True); grads = [g.float() / scale for g in grads]. Add the "
                 "penalty on them to the loss that goes through amp.scale_loss."
             )
+        if self._reached == [] and self._is_root and any([grad is not None for grad in grads]):
+            warnings.warn(
+                "amp.scale_loss: gradients were computed in the block, and not of the scaled loss. "
+                "They are divided by the loss scale all the same, so the step hardly changes the "
+                "weights. Call backward() of what the block yields: "
+                "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`.",
+                stacklevel=2,
+            )
+        for other, before in self._others if self._reached else ():
+            other.note_foreign(before)
         try:
             this.end(delayed=self.delayed, check=self.check)
         except BaseException:  # such as out of memory

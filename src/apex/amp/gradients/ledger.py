@@ -41,6 +41,10 @@ from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 from apex.ops.lists.storage import ScaledStep
 
+# Weights with their gradients and the versions of these.
+Grads = list[tuple[torch.Tensor, torch.Tensor, int]]
+Written = tuple[int, Grads]
+
 _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
 
@@ -176,6 +180,8 @@ class Ledger:
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
         had_grads: Whether the last pass left gradients.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
+        began: How many times a block was opened or gradients were cleared.
+        foreign: Gradients that a block without this optimizer has written, scaled.
     """
 
     params: Parameters
@@ -191,16 +197,46 @@ class Ledger:
     has_stepped: bool = False
     had_grads: bool = False
     is_unreduced: bool = False
+    began: int = 0
+    foreign: Grads = field(default_factory=list)
     _warned: bool = False
 
     def with_co_owners(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
         return [self, *self.training.co_owners([self])] if self.training.shared else [self]
 
+    # -- a block that was not given this optimizer ----------------------------------------------
+
+    def written(self) -> Written:
+        """The gradients of the first and the last weight: to look at all takes too long."""
+        targets = self.params.targets
+        ends = (targets[0], targets[-1]) if targets else ()
+        grads = [(end, end.grad, end.grad._version) for end in ends if end.grad is not None]
+        return self.began, grads
+
+    def note_foreign(self, before: Written) -> None:
+        """Note gradients that were not there, or not as they are, ``before`` the block."""
+        began, grads = self.written()
+        if began == before[0]:  # no block of this optimizer, and no zero_grad, since then
+            old = {id(grad): version for _, grad, version in before[1]}
+            self.foreign = [row for row in grads if old.get(id(row[1])) != row[2]]
+
+    def refuse_foreign(self) -> None:
+        """Raise if the gradients are still as a block without this optimizer has left them."""
+        foreign, self.foreign = self.foreign, []
+        if any([end.grad is grad and grad._version == number for end, grad, number in foreign]):
+            raise RuntimeError(
+                "amp: a scale_loss block that was not given this optimizer has written its "
+                "gradients, so they are still multiplied by the loss scale. Pass all optimizers "
+                "whose parameters the loss reaches: amp.scale_loss(loss, [first, second]). Or "
+                "call zero_grad() before the backward pass that this step is for."
+            )
+
     # -- one pass ------------------------------------------------------------------------------
 
     def open(self, *, stash: bool) -> None:
         """Enter a ``scale_loss`` block."""
+        self.began, self.foreign = self.began + 1, []
         self.params.sync()
         if stash:
             self._stash_gradients()
@@ -338,7 +374,7 @@ class Ledger:
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""
-        self.stash = {}
+        self.began, self.foreign, self.stash = self.began + 1, [], {}
         self.passes.clear()
         self.is_unreduced = False
         if self.params.weights:
