@@ -13,7 +13,8 @@ import torch
 from apex.amp._amp_state import _amp_state
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
-from apex.amp.gradients.ledger import Ledger, Pass, State, Written
+from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.training import is_disabled
@@ -53,6 +54,12 @@ def scale_loss(
             is in an open ``scale_loss`` block already; ``backward(create_graph=True)`` was called.
         IndexError: ``loss_id`` is not below ``num_losses``.
         TypeError: ``loss`` is not a floating tensor.
+
+    Warns:
+        UserWarning: Gradients were computed in the block, and not of the scaled loss.
+
+    The step of an optimizer that was not given raises a ``RuntimeError`` if the pass has written
+    its gradients, which nothing unscales, and they were not cleared.
     """
     return _Block(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
 
@@ -71,7 +78,8 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
     # Gradients of the scaled loss, once a backward pass went through it; None: not looked at.
     _reached: list[Any] | None = None
     _is_root: bool = False  # whether a backward pass has to begin with the scaled loss
-    _others: Sequence[tuple[Ledger, Written]] = ()  # not listed; what they had before the block
+    # Optimizers that are not listed: how often one began, its weight if that was written, hooks.
+    _others: Sequence[tuple[Ledger, int, list[torch.Tensor], Any]] = ()
 
     def __enter__(self) -> torch.Tensor:
         states = _states(self.optimizers)
@@ -98,10 +106,10 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
             if isinstance(scale, torch.Tensor) and scale.device != wide.device:
                 scale = scale.to(wide.device, non_blocking=True)
             scaled = wide * scale
+            self._watch(scaled, this, ledgers)
         except BaseException:
             this.abandon()
             raise
-        self._watch(scaled, this, ledgers)
         self._pass = this
         return scaled
 
@@ -118,12 +126,27 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
         if training.has_several():
             owners = training.co_owners(ledgers) if training.shared else []
             idle = [one for one in training.ledgers() if one.state is State.UNSCALED]
-            self._others = [(one, one.written()) for one in idle if one not in owners]
+            self._others = [self._watch_other(one) for one in idle if one not in owners]
+
+    def _watch_other(self, ledger: Ledger) -> tuple[Ledger, int, list[torch.Tensor], Any]:
+        """Have the last weight noted when its gradient is written: a hook on each takes 10 us."""
+        written: list[torch.Tensor] = []
+        weights = [weight for weight in ledger.params.targets[-1:] if weight.requires_grad]
+        hooks: list[Any] = [
+            weight.register_post_accumulate_grad_hook(written.append)  # type: ignore[no-untyped-call]
+            for weight in weights
+        ]
+        return ledger, ledger.began, written, hooks
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if self._off is None:
             return
         self._off.__exit__()
+        for other, began, written, hooks in self._others:
+            for hook in hooks:
+                hook.remove()
+            if self._reached and began == other.began:  # no block of it, no zero_grad since then
+                other.note_foreign(written)
         casting.forget_weights()  # a step makes cached casts stale
         this = self._pass
         if this is None:
@@ -150,8 +173,6 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
                 "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`.",
                 stacklevel=2,
             )
-        for other, before in self._others if self._reached else ():
-            other.note_foreign(before)
         try:
             this.end(delayed=self.delayed, check=self.check)
         except BaseException:  # such as out of memory
@@ -220,3 +241,8 @@ def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Los
             "the losses in one block."
         )
     return scaler
+
+
+# In a compiled step these run as they are: traced, ten steps of a perceptron with the back end
+# "eager" took 32 s instead of 5, in 141 frames instead of 6.
+skip_frames(_Block.__enter__, _Block.__exit__, OptimizerState.step, OptimizerState.zero_grad)

@@ -41,10 +41,6 @@ from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 from apex.ops.lists.storage import ScaledStep
 
-# Weights with their gradients and the versions of these.
-Grads = list[tuple[torch.Tensor, torch.Tensor, int]]
-Written = tuple[int, Grads]
-
 _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
 
@@ -181,7 +177,8 @@ class Ledger:
         had_grads: Whether the last pass left gradients.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
         began: How many times a block was opened or gradients were cleared.
-        foreign: Gradients that a block without this optimizer has written, scaled.
+        foreign: Weights with the gradients that a block without this optimizer has written, scaled,
+            and the versions of these.
     """
 
     params: Parameters
@@ -198,28 +195,17 @@ class Ledger:
     had_grads: bool = False
     is_unreduced: bool = False
     began: int = 0
-    foreign: Grads = field(default_factory=list)
+    foreign: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     _warned: bool = False
 
     def with_co_owners(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
         return [self, *self.training.co_owners([self])] if self.training.shared else [self]
 
-    # -- a block that was not given this optimizer ----------------------------------------------
-
-    def written(self) -> Written:
-        """The gradients of the first and the last weight: to look at all takes too long."""
-        targets = self.params.targets
-        ends = (targets[0], targets[-1]) if targets else ()
-        grads = [(end, end.grad, end.grad._version) for end in ends if end.grad is not None]
-        return self.began, grads
-
-    def note_foreign(self, before: Written) -> None:
-        """Note gradients that were not there, or not as they are, ``before`` the block."""
-        began, grads = self.written()
-        if began == before[0]:  # no block of this optimizer, and no zero_grad, since then
-            old = {id(grad): version for _, grad, version in before[1]}
-            self.foreign = [row for row in grads if old.get(id(row[1])) != row[2]]
+    def note_foreign(self, written: list[torch.Tensor]) -> None:
+        """Note that a block without this optimizer has ``written`` gradients, of these weights."""
+        grads = [(weight, weight.grad) for weight in written if weight.grad is not None]
+        self.foreign = [(weight, grad, grad._version) for weight, grad in grads]
 
     def refuse_foreign(self) -> None:
         """Raise if the gradients are still as a block without this optimizer has left them."""
