@@ -163,3 +163,30 @@ def test_initialize_takes_a_compiled_model(level):
 def test_export(level):
     model, x = evaluated(level)
     assert_same(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.skipif(not IS_2_13, reason="torch 2.9 breaks the graph of a forward")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of torch itself
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_step_is_one_graph_and_amp_runs_as_it_is(level):
+    graphs, ends, x = [], [], torch.randn(4, 1, 4, 4)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = start(level, Net())
+
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            scaled_backward(model(x)[0].float().square().mean(), optimizer)
+            optimizer.step()
+
+        step = torch.compile(step, backend=backend) if compiles else step
+        for _ in range(3):
+            step(x)
+        ends.append([p.tolist() for p in amp.master_params(optimizer)])
+    assert ends[0] == ends[1]
+    assert len(graphs) == 1

@@ -41,6 +41,7 @@ def allows_banned():
         # by name
         ((), {"enable_caching": False}, (False, False, None, False)),
         ((), {"enabled": True, "loss_scale": 2.0, "verbose": True}, (True, True, 2.0, False)),
+        ((), {"enable": True, "verbose": True}, (True, True, None, False)),  # a tutorial's name
     ],
 )
 def test_both_orders(monkeypatch, args, kwargs, expected):
@@ -54,7 +55,13 @@ def test_both_orders(monkeypatch, args, kwargs, expected):
 
 @pytest.mark.parametrize(
     ("args", "kwargs"),
-    [((False,), {}), ((False, True), {}), ((0, True, True), {}), ((), {"enabled": False})],
+    [
+        ((False,), {}),
+        ((False, True), {}),
+        ((0, True, True), {}),
+        ((), {"enabled": False}),
+        ((), {"enable": False}),
+    ],
 )
 def test_disabled(args, kwargs):
     amp.init()

@@ -17,6 +17,11 @@ mastered = pytest.mark.parametrize("level", MASTERED)
 # -- gradients on 16-bit weights -------------------------------------------------------------------
 
 
+def test_master_params_of_a_model_are_refused():
+    with pytest.raises(TypeError, match="was given Linear; pass the optimizer"):
+        next(amp.master_params(nn.Linear(2, 2)))
+
+
 @pytest.mark.parametrize("change", ["replace", "scale", "in place", "through data"])
 @mastered
 def test_an_edit_of_the_copy_on_the_weight_has_no_effect_and_warns(level, change):

@@ -126,6 +126,42 @@ def test_losses_that_cannot_be_scaled_are_refused():
         scaled_backward(torch.ones(()), optimizer, loss_id=1)
 
 
+def test_a_backward_of_another_loss_warns():
+    model, optimizer = row("O1", **DYNAMIC)
+    loss = model(torch.ones(1, 2)).sum()
+    with (
+        pytest.warns(UserWarning, match=r"not of the scaled loss.*scaled_loss.backward"),
+        amp.scale_loss(loss, optimizer),
+    ):
+        loss.backward()
+    out = model(torch.ones(3, 2))
+    with amp.scale_loss(out, optimizer):  # a stage of a pipeline, whose gradient is scaled
+        out.backward(torch.full_like(out, 8.0))
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        torch.autograd.backward([scaled * 2])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_is_left_out_of_the_block_does_not_step(level):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    amp.initialize([first, second], optimizers, opt_level=level, verbosity=0)
+    before, x = second.weight.detach().clone(), torch.ones(1, 2)
+    for use in (optimizers[1].step, lambda: amp.clip_grad_norm_(optimizers[1], 1.0)):
+        scaled_backward(second(first(x)).float().sum(), optimizers[0])
+        optimizers[0].step()
+        with pytest.raises(RuntimeError, match=r"not given this optimizer.*\[first, second\]"):
+            use()
+        assert torch.equal(second.weight, before)
+        optimizers[1].zero_grad()
+    scaled_backward(second(first(x)).float().sum(), optimizers[0])  # as of a GAN
+    for model in (first, second):
+        model.zero_grad()
+    second(first(x)).float().sum().backward()
+    optimizers[1].step()
+    assert not torch.equal(second.weight, before)
+
+
 def test_scale_loss_needs_initialize():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     with pytest.raises(RuntimeError, match=r"before amp.initialize"):

@@ -397,6 +397,7 @@ def _module():
         ({"more": "test_size = 2.5"}, "has test_size of type float; a whole number is needed"),
         ({"more": "epochs = 2.5"}, "has epochs of type float; a whole number is needed"),
         ({"returned": "1 / 0"}, r"build raised ZeroDivisionError: division by zero \(own_task"),
+        ({"returned": "0\ndef build(): 0"}, "own_task.* raised TypeError: .* but 1 was given$"),
         ({"returned": "exit('no data')"}, "build raised SystemExit: no data"),
         ({"neighbour": "own_missing"}, r"own_task\.py raised ModuleNotFoundError: .*own_missing"),
         ({"returned": ")"}, r"own_task\.py raised SyntaxError"),

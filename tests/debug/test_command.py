@@ -195,9 +195,12 @@ def test_arguments_exit_codes_and_modules(command):
         sys.modules.pop("other", None)
 
 
-def test_what_cannot_be_run(command):
+def test_what_cannot_be_run(command, capsys):
     code, out, err = command.main("debug", "none.py")
     assert (code, out, err) == (2, "", "apex debug: none.py: no such file\n")
+    with pytest.raises(SystemExit):
+        command.main("debug")
+    assert "are required: SCRIPT (see" in capsys.readouterr().err
     code, out, err = command.main("debug", "-m", "no_such_module")
     assert code != 0
     assert "no_such_module" in err

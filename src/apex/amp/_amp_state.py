@@ -67,7 +67,15 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
     Args:
         optimizer: Anything with ``param_groups``.
+
+    Raises:
+        TypeError: It has none, such as a model.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"amp.master_params was given {type(optimizer).__name__}; pass the optimizer, which "
+            "knows the masters."
+        )
     hand_out = getattr(getattr(optimizer, "_amp_stash", None), "hand_out", None)
     if hand_out is not None:
         hand_out()

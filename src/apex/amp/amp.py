@@ -158,11 +158,14 @@ _ORDER_OF_2018 = ("enabled", "enable_caching", "verbose", "allow_banned")
 def _in_either_order(function: _F) -> _F:
     """Have ``init`` take its positional arguments in the order of 2018 too.
 
-    The second one was a flag in 2018; now it is ``loss_scale``, which is a string or a number.
+    The second one was a flag in 2018; now it is ``loss_scale``, which is a string or a number. A
+    tutorial of 2018 calls the first one ``enable``.
     """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "enable" in kwargs and "enabled" not in kwargs:
+            kwargs["enabled"] = kwargs.pop("enable")
         if len(args) < 2 or not isinstance(args[1], bool):
             return function(*args, **kwargs)
         # Python refuses a fifth argument, and a name that is in both.

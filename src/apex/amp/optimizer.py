@@ -122,6 +122,7 @@ class OptimizerState:
             raise RuntimeError(
                 "amp: gradients are still scaled inside the scale_loss block. Clip after it."
             )
+        self.ledger.refuse_foreign()
         self.ledger.collect()
 
     def clip_fused(self, max_norm: float, *, error_if_nonfinite: bool) -> torch.Tensor | None:
@@ -258,6 +259,7 @@ class OptimizerState:
             )
         if self.superseded:
             self.refuse_superseded()
+        self.ledger.refuse_foreign()
         if has_closure and self.can_skip():
             raise RuntimeError(
                 "amp: step() was given a closure, but with dynamic loss scaling a step can be "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from apex.amp._amp_state import _amp_state
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
-from apex.amp.gradients.ledger import Pass, State
+from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.training import is_disabled
@@ -52,6 +54,12 @@ def scale_loss(
             is in an open ``scale_loss`` block already; ``backward(create_graph=True)`` was called.
         IndexError: ``loss_id`` is not below ``num_losses``.
         TypeError: ``loss`` is not a floating tensor.
+
+    Warns:
+        UserWarning: Gradients were computed in the block, and not of the scaled loss.
+
+    The step of an optimizer that was not given raises a ``RuntimeError`` if the pass has written
+    its gradients, which nothing unscales, and they were not cleared.
     """
     return _Block(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
 
@@ -67,6 +75,11 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
     check: bool
     _pass: Pass | None = None  # None: a plain backward
     _off: Any = None  # casts are off inside
+    # Gradients of the scaled loss, once a backward pass went through it; None: not looked at.
+    _reached: list[Any] | None = None
+    _is_root: bool = False  # whether a backward pass has to begin with the scaled loss
+    # Optimizers that are not listed: how often one began, its weight if that was written, hooks.
+    _others: Sequence[tuple[Ledger, int, list[torch.Tensor], Any]] = ()
 
     def __enter__(self) -> torch.Tensor:
         states = _states(self.optimizers)
@@ -93,16 +106,47 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
             if isinstance(scale, torch.Tensor) and scale.device != wide.device:
                 scale = scale.to(wide.device, non_blocking=True)
             scaled = wide * scale
+            self._watch(scaled, this, ledgers)
         except BaseException:
             this.abandon()
             raise
         self._pass = this
         return scaled
 
+    def _watch(self, scaled: torch.Tensor, this: Pass, ledgers: list[Ledger]) -> None:
+        """Look for two mistakes: another root of the backward pass, and an optimizer left out."""
+        if this.scaler._static == 1.0 or scaled.grad_fn is None:
+            return
+        self._reached = []
+        scaled.grad_fn.register_prehook(self._reached.append)
+        training = ledgers[0].training
+        # Stages of a pipeline get scaled gradients. A delayed pass has gradients from before.
+        is_root = scaled.numel() == 1 and training.process_group is None
+        self._is_root = is_root and all([ledger.scaled is None for ledger in ledgers])
+        if training.has_several():
+            owners = training.co_owners(ledgers) if training.shared else []
+            idle = [one for one in training.ledgers() if one.state is State.UNSCALED]
+            self._others = [self._watch_other(one) for one in idle if one not in owners]
+
+    def _watch_other(self, ledger: Ledger) -> tuple[Ledger, int, list[torch.Tensor], Any]:
+        """Have the last weight noted when its gradient is written: a hook on each takes 10 us."""
+        written: list[torch.Tensor] = []
+        weights = [weight for weight in ledger.params.targets[-1:] if weight.requires_grad]
+        hooks: list[Any] = [
+            weight.register_post_accumulate_grad_hook(written.append)  # type: ignore[no-untyped-call]
+            for weight in weights
+        ]
+        return ledger, ledger.began, written, hooks
+
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if self._off is None:
             return
         self._off.__exit__()
+        for other, began, written, hooks in self._others:
+            for hook in hooks:
+                hook.remove()
+            if self._reached and began == other.began:  # no block of it, no zero_grad since then
+                other.note_foreign(written)
         casting.forget_weights()  # a step makes cached casts stale
         this = self._pass
         if this is None:
@@ -120,6 +164,14 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
                 "16 bits, and divide: scale = 2.0**16; grads = torch.autograd.grad(loss * scale, "
                 "params, create_graph=True); grads = [g.float() / scale for g in grads]. Add the "
                 "penalty on them to the loss that goes through amp.scale_loss."
+            )
+        if self._reached == [] and self._is_root and any([grad is not None for grad in grads]):
+            warnings.warn(
+                "amp.scale_loss: gradients were computed in the block, and not of the scaled loss. "
+                "They are divided by the loss scale all the same, so the step hardly changes the "
+                "weights. Call backward() of what the block yields: "
+                "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`.",
+                stacklevel=2,
             )
         try:
             this.end(delayed=self.delayed, check=self.check)
@@ -189,3 +241,8 @@ def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Los
             "the losses in one block."
         )
     return scaler
+
+
+# In a compiled step these run as they are: traced, ten steps of a perceptron with the back end
+# "eager" took 32 s instead of 5, in 141 frames instead of 6.
+skip_frames(_Block.__enter__, _Block.__exit__, OptimizerState.step, OptimizerState.zero_grad)

@@ -52,6 +52,10 @@ class Training:
         """The ledgers of the optimizers that are alive."""
         return [ledger for reference in self._ledgers if (ledger := reference()) is not None]
 
+    def has_several(self) -> bool:
+        """Whether it has, or had, several optimizers."""
+        return len(self._ledgers) > 1
+
     def co_owners(self, listed: Sequence[Any]) -> list[Any]:
         """The ledgers not listed whose optimizers share a parameter with one that is."""
         mine = set(map(id, listed))

@@ -14,12 +14,14 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import apex
 
-__all__ = ["UsageError", "main", "suggestion"]
+__all__ = ["UsageError", "main", "raised", "suggestion"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -28,6 +30,15 @@ MOST = 70  # characters of the choices that an error names
 
 class UsageError(Exception):
     """A request that cannot be met; the message is one line for the user."""
+
+
+def raised(error: BaseException) -> str:
+    """Name an error in one line, and where it came from: the last line of the user's."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    ours = (*apex.__path__, *importlib.import_module("torch").__path__, "<frozen ")
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(ours)]
+    return f"{text} ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else text
 
 
 class Command(NamedTuple):

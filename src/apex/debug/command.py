@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("apex-debug"), help="folder for reports")
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program, as after 'python'")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    rest = parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments"
+    )
+    rest.required = False  # else an error without SCRIPT names both
 
 
 def run(args: argparse.Namespace) -> int:

@@ -176,6 +176,9 @@ class Ledger:
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
         had_grads: Whether the last pass left gradients.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
+        began: How many times a block was opened or gradients were cleared.
+        foreign: Weights with the gradients that a block without this optimizer has written, scaled,
+            and the versions of these.
     """
 
     params: Parameters
@@ -191,16 +194,35 @@ class Ledger:
     has_stepped: bool = False
     had_grads: bool = False
     is_unreduced: bool = False
+    began: int = 0
+    foreign: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     _warned: bool = False
 
     def with_co_owners(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
         return [self, *self.training.co_owners([self])] if self.training.shared else [self]
 
+    def note_foreign(self, written: list[torch.Tensor]) -> None:
+        """Note that a block without this optimizer has ``written`` gradients, of these weights."""
+        grads = [(weight, weight.grad) for weight in written if weight.grad is not None]
+        self.foreign = [(weight, grad, grad._version) for weight, grad in grads]
+
+    def refuse_foreign(self) -> None:
+        """Raise if the gradients are still as a block without this optimizer has left them."""
+        foreign, self.foreign = self.foreign, []
+        if any([end.grad is grad and grad._version == number for end, grad, number in foreign]):
+            raise RuntimeError(
+                "amp: a scale_loss block that was not given this optimizer has written its "
+                "gradients, so they are still multiplied by the loss scale. Pass all optimizers "
+                "whose parameters the loss reaches: amp.scale_loss(loss, [first, second]). Or "
+                "call zero_grad() before the backward pass that this step is for."
+            )
+
     # -- one pass ------------------------------------------------------------------------------
 
     def open(self, *, stash: bool) -> None:
         """Enter a ``scale_loss`` block."""
+        self.began, self.foreign = self.began + 1, []
         self.params.sync()
         if stash:
             self._stash_gradients()
@@ -338,7 +360,7 @@ class Ledger:
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""
-        self.stash = {}
+        self.began, self.foreign, self.stash = self.began + 1, [], {}
         self.passes.clear()
         self.is_unreduced = False
         if self.params.weights:

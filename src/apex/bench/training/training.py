@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from apex.bench.cli import raised
 from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
@@ -218,7 +219,7 @@ class Training:
                     torch.cuda.synchronize(self._device)
             except Exception as error:  # noqa: BLE001  one cell's failure is a result, not our end
                 status: Status = "out of memory" if out_of_memory(error) else "failed"
-                self.end(status, f"{type(error).__name__}: {' '.join(str(error).split())}")
+                self.end(status, raised(error))
 
     def end(self, status: Status, why: str) -> None:
         """End here."""

@@ -7,13 +7,12 @@ decides the first weights and the order.
 
 import importlib
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from apex.bench.cli import UsageError
+from apex.bench.cli import UsageError, raised
 from apex.bench.training.tasks.task import Task, TaskOptions
 
 __all__ = ["NEEDED", "TASKS", "complete", "load"]
@@ -80,7 +79,7 @@ def load(name: str, options: TaskOptions) -> Task:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--task {name}: {function} raised {_raised(error)}") from error
+        raise UsageError(f"--task {name}: {function} raised {raised(error)}") from error
     try:
         return complete(made)
     except TypeError as error:
@@ -119,16 +118,10 @@ def _imported(name: str, file: Path) -> ModuleType:
     try:
         module = importlib.import_module(file.stem)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--task {name}: {file.name} raised {_raised(error)}") from error
+        raise UsageError(f"--task {name}: {file.name} raised {raised(error)}") from error
     if Path(getattr(module, "__file__", None) or "").resolve() != file:
         raise UsageError(
             f"--task {name}: another module is called {file.stem} ({module.__name__} of "
             f"{getattr(module, '__file__', None) or 'Python itself'}); rename the file"
         )
     return module
-
-
-def _raised(error: BaseException) -> str:
-    """Name an error and the line that it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
