@@ -141,12 +141,11 @@ def test_steps_on_changed_gradients(new, path, monkeypatch):
         monkeypatch.setattr(metadata, "_Guards", guards)
         metadata._kept.cache_clear()
         params = parameters(shapes=SHAPES)
-        params[1].grad_dtype = None
         optimizer = FusedAdam(params, lr=0.02)
         for number in range(4):
             give_grads(params, number)
             if number == 2:
-                params[1].grad = new(params[1].grad)
+                params[1].grad.data = new(params[1].grad.data)  # torch 2.9: of any dtype only so
             with on(path):
                 optimizer.step()
         results.append([param.detach() for param in params])
