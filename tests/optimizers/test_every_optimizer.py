@@ -1000,6 +1000,7 @@ def having(argument):
     ("betas", "words"),
     [
         ((0.9,), r"Invalid betas: \(0.9,\). .* needs two"),
+        (0.9, r"Invalid betas: \(0.9,\). .* needs two"),
         ((0.9, 1.0), "Invalid beta parameter at index 1: 1.0"),
         ((-0.1, 0.9), "Invalid beta parameter at index 0: -0.1"),
         (([0.9], 0.99), r"Invalid beta parameter at index 0: \[0.9\]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -166,7 +166,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     f"Invalid {_NAMES.get(key, key + ' value')}: {value}. "
                     f"{self._name} needs a number of at least 0."
                 )
-        betas = tuple(group.get("betas", (0.0, 0.0)))
+        given = group.get("betas", (0.0, 0.0))
+        betas = tuple(given) if isinstance(given, Iterable) else (given,)
         if len(betas) != 2:
             raise ValueError(f"Invalid betas: {betas}. {self._name} needs two, 0 <= beta < 1.")
         for number, beta in enumerate(betas):
