@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from apex.bench.catalogue.entry import DTYPES, Checked
+from apex.bench.catalogue.entry import DTYPES, Checked, Inputs, Op
 from apex.bench.catalogue.ops import OPS
 from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.bench.selftest import check, ops, optimizers, training
@@ -18,8 +18,8 @@ from tests.kernels.operations import operations
 
 CPU = torch.device("cpu")
 # Rows of one number, of an odd one, of a power of 2; more of them than a program has.
-AWKWARD, FEW = "awkward shapes", 3
-SHAPES = ((1, 1), (1, 2), (2, 1), (3, 17), (1, 8192), (2, 70_000), (5, 1024))
+AWKWARD, MISPLACED, FEW = "awkward shapes", " at odd addresses", 3
+SHAPES = ((1, 1), (1, 2), (2, 1), (3, 17), (1, 8192), (2, 70_000), (5, 1000), (5, 1024))
 
 
 class Setting(check.Setting):
@@ -46,10 +46,25 @@ def checks():
             columns = columns * least if columns < FEW else columns + columns % least
             shape = op.of_matrix((rows, columns))
             small = dataclasses.replace(op, checked=Checked((shape,), ()))
-            run = functools.partial(ops._op, small, DTYPES[op.dtypes[-1]], True)
-            name = f"{op.name}, {rows} x {columns}"
-            found[f"{AWKWARD}: {name}"] = check.Check(AWKWARD, name, run)
+            for end in ("", MISPLACED) if (rows, columns) == (5, 1000) else ("",):
+                one = _Misplaced(**vars(small)) if end else small
+                run = functools.partial(ops._op, one, DTYPES[op.dtypes[-1]], True)
+                name = f"{op.name}, {rows} x {columns}{end}"
+                found[f"{AWKWARD}: {name}"] = check.Check(AWKWARD, name, run)
     return found
+
+
+class _Misplaced(Op):
+    """An op whose tensors begin at odd addresses."""
+
+    def inputs(self, *of):
+        made = super().inputs(*of)
+        return Inputs([_moved(leaf) for leaf in made.leaves], made.rest)
+
+
+def _moved(x):
+    """A copy with the same strides, an element behind the start of its memory."""
+    return x.new_empty(x.numel() + 1)[1:].as_strided(x.shape, x.stride()).copy_(x)
 
 
 def checked(name, seed, misplaced=False):

@@ -130,22 +130,18 @@ def test_every_kernel_file_lists_its_cases(name):
         assert all(case.narrow.values())  # a reason for each
 
 
-LENGTHS = ("n_cols", "channels", "columns", "size")  # a kernel's first of these is of its rows
-LONG = {"row_norm_forward_wide", "row_norm_backward_wide", "row_norm_weight_sums"}
-LONG |= {"_forward", "_backward", "_focal_loss"}  # of one number only if all is
+# A kernel's first of these is of its rows.
+LENGTHS = ("twice_cols", "twice_channels", "twice_columns", "size")
 
 
 def test_every_class_of_lengths_that_triton_compiles_anew_is_inspected():
-    """Of 1, of multiples of 16, and any other."""
+    """Of multiples of 16, and any other; a size of 1 is not."""
     found = {}
     for case in finding.cases():
-        length = next((name for name in LENGTHS if name in case.kernel.arg_names), None)
-        if length and case.name != "rotary":  # whose channels are constants
-            sort = 16 if length in case.divisible else 1 if length in case.constants else "odd"
-            found.setdefault(case.kernel.__name__, set()).add(sort)
+        if length := next((name for name in LENGTHS if name in case.kernel.arg_names), None):
+            found.setdefault(case.kernel.__name__, set()).add(length in case.divisible)
     assert len(found) > 15
-    assert {name for name, sorts in found.items() if not {16, "odd"} <= sorts} == set()
-    assert {name for name, sorts in found.items() if 1 not in sorts} == LONG
+    assert {name for name, sorts in found.items() if len(sorts) < 2} == set()
 
 
 @pytest.mark.parametrize("name", FILES)

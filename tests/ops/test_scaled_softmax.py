@@ -140,7 +140,7 @@ def test_a_mask_is_not_expanded_in_memory():
     kernels = pytest.importorskip("apex.kernels.scaled_softmax")
     mask = torch.zeros(2, 1, 1, 40, dtype=torch.bool)
     bytes_, strides = kernels._readable(mask, 40)
-    assert (bytes_.data_ptr(), strides) == (mask.data_ptr(), [40, 0, 0])
+    assert (bytes_.data_ptr(), strides) == (mask.data_ptr(), [2 * 40, 0, 0])
 
 
 def test_gradcheck_of_what_is_causal():

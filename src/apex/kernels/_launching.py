@@ -1,11 +1,17 @@
 """What launchers share: numbers of programs, sizes of tiles, and what they ask of a device.
 
 Triton's `cdiv` and `next_power_of_2` take 2 to 4 us a call on the host, a launch about 5.
+
+Triton knows of an integer argument whether it is a multiple of 16. Kernels get twice the length
+of a row (``twice_cols``), and take `half`. So the compiler knows whether the length is a multiple
+of 8, which is enough for 128-bit accesses to 16-bit numbers.
 """
 
 import functools
 
 import torch
+import triton
+import triton.language as tl
 
 
 def cdiv(number: int, unit: int) -> int:
@@ -32,3 +38,13 @@ def multiprocessors(device: torch.device) -> int:
 def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Uninitialized float32 on the device of a tensor."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+@triton.jit
+def half(twice: tl.tensor) -> tl.tensor:
+    """Half of an even number.
+
+    LLVM knows that ``twice // 2`` is below 2**30: it would count loops in 64 bits, which took up
+    to 1.3 times as many instructions.
+    """
+    return twice - twice // 2

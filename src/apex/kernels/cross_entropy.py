@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv, empty, multiprocessors, power_of_2
+from apex.kernels._launching import cdiv, empty, half, multiprocessors, power_of_2
 from apex.kernels.inspect.case import Case, launched, meta
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
@@ -59,10 +59,11 @@ def cross_entropy_sums(
     logits_ptr,
     same_logits_ptr,  # for the label's: a pointer of its own, so that widths of rows are checked
     labels_ptr, largest_ptr, total_ptr, centered_ptr,
-    row_stride, columns, width, padding_idx,
+    twice_stride, twice_columns, width, padding_idx,
     SMOOTH: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Largest logit, sum of exponentials and sum of logits of ``width`` columns of one row."""
+    row_stride, columns = half(twice_stride), half(twice_columns)
     row = tl.program_id(0).to(tl.int64)  # int64: row * row_stride passes 2**31
     lanes = tl.arange(0, BLOCK)
     label, _, base = _label(same_logits_ptr + row * row_stride, labels_ptr, row, columns)
@@ -94,10 +95,11 @@ def cross_entropy_sums(
 @triton.jit
 def cross_entropy_losses(
     same_logits_ptr, labels_ptr, largest_ptr, total_ptr, centered_ptr, losses_ptr, lse_ptr,
-    row_stride, columns, n_parts, smoothing, padding_idx,
+    twice_stride, twice_columns, n_parts, smoothing, padding_idx,
     SMOOTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Join the sums of a row's parts."""
+    row_stride, columns = half(twice_stride), half(twice_columns)
     row = tl.program_id(0).to(tl.int64)
     label, chosen, base = _label(same_logits_ptr + row * row_stride, labels_ptr, row, columns)
     loss = 0.0
@@ -122,10 +124,12 @@ def cross_entropy_losses(
 @triton.jit
 def cross_entropy_backward(
     dy_ptr, logits_ptr, lse_ptr, labels_ptr, out_ptr,
-    dy_stride, row_stride, out_stride, columns, smoothing, padding_idx,
+    dy_stride, twice_stride, twice_out_stride, twice_columns, smoothing, padding_idx,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one row of the gradient."""
+    row_stride, out_stride = half(twice_stride), half(twice_out_stride)
+    columns = half(twice_columns)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < columns
@@ -170,13 +174,13 @@ def forward(
     width = _width(rows, columns, multiprocessors(logits.device))
     n_parts = cdiv(columns, width)
     sums = [empty(logits, rows, n_parts) for _ in range(3)]
-    stride = logits.stride(0)
+    lengths = 2 * logits.stride(0), 2 * columns
     cross_entropy_sums[(rows, n_parts)](
-        logits, logits, labels, *sums, stride, columns, width, padding_idx, smooth,
-        _block(columns), LANE, num_warps=WARPS, **NO_FUSION,
+        logits, logits, labels, *sums, *lengths, width, padding_idx, smooth, _block(columns), LANE,
+        num_warps=WARPS, **NO_FUSION,
     )  # fmt: skip
     cross_entropy_losses[(rows,)](
-        logits, labels, *sums, *outputs, stride, columns, n_parts, smoothing, padding_idx, smooth,
+        logits, labels, *sums, *outputs, *lengths, n_parts, smoothing, padding_idx, smooth,
         power_of_2(n_parts), num_warps=1, **NO_FUSION,
     )  # fmt: skip
     return outputs
@@ -198,8 +202,9 @@ def backward(
     out = torch.empty_like(logits) if out is None else out
     logits, written = _rows(logits), _rows(out)
     cross_entropy_backward[(rows, cdiv(columns, block))](
-        dy, logits, lse.contiguous(), labels.contiguous(), written, dy.stride(0), logits.stride(0),
-        written.stride(0), columns, smoothing, padding_idx, block, num_warps=WARPS, **NO_FUSION,
+        dy, logits, lse.contiguous(), labels.contiguous(), written, dy.stride(0),
+        2 * logits.stride(0), 2 * written.stride(0), 2 * columns, smoothing, padding_idx, block,
+        num_warps=WARPS, **NO_FUSION,
     )  # fmt: skip
     return [out if written is out else out.copy_(written)]
 
@@ -212,11 +217,11 @@ def cases() -> Iterator[Case]:
     pointers = "same_logits labels largest total centered losses lse dy"
     narrow = {f"{name}_ptr": "one number a row or part" for name in pointers.split()}
     labels, each = meta("i64", 4), meta("fp32", 4)
-    sizes = [(kind, 64 * BLOCK) for kind in ("fp32", "fp16", "bf16")]
+    sizes = [(kind, 64 * BLOCK - 8) for kind in ("fp32", "fp16", "bf16")]
     for kind, columns in (*sizes, ("bf16", 64 * BLOCK + 1), ("bf16", 1)):
         logits = meta(kind, 4, columns)
         known: dict[str, Any] = {"logits": logits, "labels": labels, "lse": each, "smoothing": 0.1}
-        odd = f" {columns} columns" if columns % BLOCK else ""
+        odd = f" {columns} columns" if columns % 8 else ""
         calls: list[tuple[str, Any]] = [
             ("", partial(forward, logits, labels, 0.0, -100)),
             (f"{odd} smoothed", partial(forward, logits, labels, 0.1, -100)),

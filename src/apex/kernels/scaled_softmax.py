@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv, power_of_2
+from apex.kernels._launching import cdiv, half, power_of_2
 from apex.kernels.inspect.case import Case, launched, meta
 
 NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
@@ -63,10 +63,11 @@ def _exp(z, largest):
 @triton.jit
 def scaled_softmax_forward(
     x_ptr, mask_ptr, y_ptr,
-    n_rows, n_cols, queries, heads, batch_stride, head_stride, query_stride, scale,
+    n_rows, twice_cols, queries, heads, twice_batch, twice_head, twice_query, scale,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some rows, in blocks. ``WHOLE``: of one block, which the compiler keeps in registers."""
+    n_cols = half(twice_cols)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     inside = rows < n_rows
     query = rows % queries
@@ -74,9 +75,9 @@ def scaled_softmax_forward(
     y_ptr += rows.to(tl.int64) * n_cols
     if mask_ptr is not None:
         matrix = rows // queries
-        mask_ptr += (matrix // heads).to(tl.int64) * batch_stride
-        mask_ptr += (matrix % heads).to(tl.int64) * head_stride
-        mask_ptr += query.to(tl.int64) * query_stride
+        mask_ptr += (matrix // heads).to(tl.int64) * half(twice_batch)
+        mask_ptr += (matrix % heads).to(tl.int64) * half(twice_head)
+        mask_ptr += query.to(tl.int64) * half(twice_query)
     largest = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     for start in range(0, BLOCK if WHOLE else tl.max(query) + 1 if CAUSAL else n_cols, BLOCK):
@@ -98,10 +99,11 @@ def scaled_softmax_forward(
 @triton.jit
 def scaled_softmax_backward(
     dy_ptr, y_ptr, dx_ptr,
-    n_rows, n_cols, queries, scale,
+    n_rows, twice_cols, queries, scale,
     CAUSAL: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of some rows, as above."""
+    n_cols = half(twice_cols)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     inside = rows < n_rows
     query = rows % queries
@@ -139,12 +141,12 @@ def _tile(n_cols: int, widest: int) -> tuple[bool, int, int, int]:
 
 
 def _readable(mask: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, list[int]]:
-    """A mask as bytes, with the columns of a row side by side, and its other three strides."""
+    """A mask as bytes, the columns of a row side by side, and twice its other three strides."""
     if mask.shape[-1] != n_cols:
         mask = mask.expand(*mask.shape[:-1], n_cols)
     if mask.stride(-1) != 1:
         mask = mask.contiguous()
-    strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)][:-1]
+    strides = [0 if n == 1 else 2 * s for n, s in zip(mask.shape, mask.stride(), strict=True)][:-1]
     return mask.view(torch.uint8), [0] * (3 - len(strides)) + strides
 
 
@@ -158,7 +160,7 @@ def forward(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Ten
         heads = batch[-1] if batch else 1
     whole, rows, block, warps = _tile(n_cols, WIDEST_FORWARD)
     scaled_softmax_forward[(cdiv(n_rows, rows),)](
-        x, mask, y, n_rows, n_cols, queries, heads, *strides, scale, causal, whole, rows, block,
+        x, mask, y, n_rows, 2 * n_cols, queries, heads, *strides, scale, causal, whole, rows, block,
         num_warps=warps, **NO_FUSION,
     )  # fmt: skip
     return y
@@ -173,7 +175,7 @@ def backward(
     n_rows = y.numel() // n_cols
     whole, rows, block, warps = _tile(n_cols, WIDEST_BACKWARD)
     scaled_softmax_backward[(cdiv(n_rows, rows),)](
-        dy, y, dx, n_rows, n_cols, queries, scale, causal, whole, rows, block,
+        dy, y, dx, n_rows, 2 * n_cols, queries, scale, causal, whole, rows, block,
         num_warps=warps, **NO_FUSION,
     )  # fmt: skip
     return [dx]
@@ -185,15 +187,18 @@ def backward(
 def cases() -> Iterator[Case]:
     """What is inspected: several rows in a tile, the longest of one block, longer and odd ones."""
     half = {True: 0.5, False: 1.0}  # causal rows are read up to the diagonal
+    narrow = {"mask_ptr": "8 bytes beside 8 logits"}
     for kind in ("fp32", "bf16"):  # float16 has the widths of bfloat16
-        for n_cols in (1024, WIDEST_FORWARD, 2 * WIDEST_FORWARD):
+        for n_cols in (1000, WIDEST_FORWARD, 2 * WIDEST_FORWARD):
             x, bytes_ = meta(kind, 2, 3, 500, n_cols), meta("u8", 2, 3, 500, n_cols)
-            for mask, causal, words in ((bytes_, False, "masked"), (None, True, "causal")):
+            masked: Any = (bytes_, False, "masked", ("x_ptr", "mask_ptr"))
+            for mask, causal, words, reads in (masked, (None, True, "causal", ("x_ptr",))):
                 yield from launched(
                     partial(forward, x, mask, 0.5, causal), "scaled_softmax",
-                    f"{n_cols} {kind} {words}", writes=("y_ptr",), read=half[causal],
+                    f"{n_cols} {kind} {words}", reads=reads, writes=("y_ptr",), narrow=narrow,
+                    read=half[causal],
                 )  # fmt: skip
-        for n_cols in (1024, WIDEST_BACKWARD, 2 * WIDEST_BACKWARD):
+        for n_cols in (1000, WIDEST_BACKWARD, 2 * WIDEST_BACKWARD):
             y = meta(kind, 2, 3, 500, n_cols)
             for causal in (False, True):
                 yield from launched(
@@ -202,10 +207,12 @@ def cases() -> Iterator[Case]:
                 )  # fmt: skip
     for n_cols in (1, 1001, 2 * WIDEST_FORWARD + 1):
         x, bytes_ = meta("bf16", 2, 3, 500, n_cols), meta("u8", 2, 3, 500, n_cols)
-        for call, to in (
-            (partial(forward, x, bytes_, 0.5, False), "y_ptr"),
-            (partial(backward, x, [True], y=x, scale=0.5, causal=False), "dx_ptr"),
+        back = partial(backward, x, [True], y=x, scale=0.5, causal=False)
+        for call, reads, to in (
+            (partial(forward, x, bytes_, 0.5, False), ("x_ptr", "mask_ptr"), "y_ptr"),
+            (back, ("dy_ptr", "y_ptr"), "dx_ptr"),
         ):
             yield from launched(
-                call, "scaled_softmax", f"{n_cols} bf16", writes=(to,), aligned=False
-            )
+                call, "scaled_softmax", f"{n_cols} bf16", reads=reads, writes=(to,), narrow=narrow,
+                aligned=False,
+            )  # fmt: skip

@@ -59,7 +59,7 @@ class Case:
         tail: Whether masked accesses belong to a tail and only unmasked ones need to be wide.
             Without it all must be.
         single: Of ``reads`` and ``writes`` those that are moved by an element at a time and never
-            wider, as rows whose length is no multiple of 16 begin anywhere.
+            wider, as rows whose length is no multiple of 8 begin anywhere.
         read: Part of what ``reads`` name that is read on the average: half of causal rows.
         computes: Why a kernel has more instructions than there is time for while memory moves its
             bytes; empty for one that has not.
@@ -158,7 +158,7 @@ def launched(
         writes: As in `Case`; a kernel need not have all of them.
         narrow: As in `Case`.
         shared: Pointers to one row, narrow for a tile of several.
-        aligned: Whether rows begin at multiples of 16 elements. Else all tiles are ``single``, no
+        aligned: Whether rows begin at multiples of 8 elements. Else all tiles are ``single``, no
             number of instructions is too large, and the variant is ``odd``.
         tile: By default ``ROWS * BLOCK``, of what the kernel has of them.
         more: Other fields of the cases.

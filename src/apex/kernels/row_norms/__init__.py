@@ -44,7 +44,7 @@ WIDEST_FORWARD_BYTES = 65536
 WIDEST_BACKWARD = 8192
 READ_AHEAD_BYTES = 16384
 # Bytes that an asynchronous copy to shared memory moves at least. Triton takes rows whose length is
-# no multiple of 16 number by number; 16-bit ones read ahead would wait in registers, and spill.
+# no multiple of 8 number by number; 16-bit ones read ahead would wait in registers, and spill.
 LEAST_COPIED = 4
 # Backward with bias and the weight's inverse in registers as well: 8 elements a thread.
 WIDEST_FROM_OUTPUT, PER_WARP_FROM_OUTPUT = 4096, 256
@@ -57,7 +57,7 @@ SUM_TILE, SUM_COLUMNS = 2048, 64  # of the second stage: elements, and columns a
 ROWS_PER_PROGRAM = 8  # backward: fewer would make partial sums a large part of the traffic
 # Warps of the backward that a multiprocessor holds at a time: of its 65,536 registers each thread
 # has 128, which every case of the backward keeps to (tests/kernels/test_compiled.py) but for rows
-# whose length is no multiple of 16, which take up to 222.
+# whose length is no multiple of 8, which take up to 222.
 RESIDENT_WARPS = 16
 
 
@@ -96,11 +96,11 @@ def forward(
     if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
         rows, block, warps = _tile(n_cols, ELEMENTS_PER_WARP, WARPS)
         row_norm_forward[(cdiv(n_rows, rows),)](
-            *data, n_rows, n_cols, eps, centered, rows, block, num_warps=warps
+            *data, n_rows, 2 * n_cols, eps, centered, rows, block, num_warps=warps
         )
     else:
         row_norm_forward_wide[(n_rows,)](
-            *data, n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
+            *data, 2 * n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
         )
     return y, mean, rstd
 
@@ -149,26 +149,27 @@ def backward(
     if wide:
         if dx is not None:
             row_norm_backward_wide[(n_rows,)](
-                *data, dx, n_cols, eps, centered, from_output, WIDE_BACKWARD, num_warps=WIDE_WARPS
-            )
+                *data, dx, 2 * n_cols, eps, centered, from_output, WIDE_BACKWARD,
+                num_warps=WIDE_WARPS,
+            )  # fmt: skip
         if dweight is not None:
             # Columns first: CUDA takes 65,535 programs along the second axis, 8,388,480 columns.
             row_norm_weight_sums[(across, n_programs)](
-                *data, of_weight, of_bias, n_rows, n_cols, eps, centered, from_output, TILE_ROWS,
-                TILE_COLUMNS, num_warps=TILE_WARPS,
+                *data, of_weight, of_bias, n_rows, 2 * n_cols, eps, centered, from_output,
+                TILE_ROWS, TILE_COLUMNS, num_warps=TILE_WARPS,
             )  # fmt: skip
     else:
         size = saved.element_size()
-        can_copy = n_cols % 16 == 0 or size >= LEAST_COPIED
+        can_copy = n_cols % 8 == 0 or size >= LEAST_COPIED
         stages = 2 if can_copy and rows * block * size <= READ_AHEAD_BYTES else 1
         row_norm_backward[(n_programs,)](
-            *data, dx, of_weight, of_bias, n_rows, n_cols, eps, centered, from_output, rows, block,
-            stages, num_warps=warps,
+            *data, dx, of_weight, of_bias, n_rows, 2 * n_cols, eps, centered, from_output, rows,
+            block, stages, num_warps=warps,
         )  # fmt: skip
     if dweight is not None:
         rows, columns = _sum_tile(n_cols, processors)
         row_norm_add_up[(cdiv(n_cols, columns),)](
-            of_weight, of_bias, dweight, dbias, n_programs, n_cols, rows, columns, num_warps=4
+            of_weight, of_bias, dweight, dbias, n_programs, 2 * n_cols, rows, columns, num_warps=4
         )
     return [dx, dweight, dbias]
 
@@ -204,14 +205,14 @@ def _cases(
         return meta(kind, 4100, columns), weight, weight if centered else None
 
     widest = WIDEST_FORWARD_BYTES * 8 // BITS[kind]
-    for columns in odd or (1024, widest, 2 * widest):
+    for columns in odd or (1000, widest, 2 * widest):
         call: Any = partial(forward, *rows(kind, columns), (columns,), 1e-5, centered, DTYPES[of_y])
         yield from launched(call, name, f"{columns} {words}", narrow=narrow, **more)
     rstd = meta("fp32", 4100)
     for widest, by_y in ((WIDEST_BACKWARD, False), (WIDEST_FROM_OUTPUT, True))[
         : 1 + (affine and not odd)
     ]:
-        for columns in odd or (1024, widest, 2 * widest):
+        for columns in odd or (1000, widest, 2 * widest):
             saved, weight, bias = rows(of_y if by_y else kind, columns)
             given = {"y": saved} if by_y else {"x": saved, "mean": rstd if centered else None}
             call = partial(

@@ -2,13 +2,15 @@
 
 Load, widen to float32, compute, round once on the store.
 
-Masks are ``column < n_cols``. Where ``n_cols`` is a multiple of 16 the compiler sees that a mask
-covers whole accesses and makes them 128 bits wide; for any other width rows start off alignment
-and no wide access is possible.
+Masks are ``column < n_cols``. Where ``n_cols`` is a multiple of 8 the compiler sees that a mask
+covers whole accesses and makes them 128 bits wide (see :mod:`apex.kernels._launching`); for any
+other width rows of 16 bits start off alignment and no wide access is possible.
 """
 
 import triton
 import triton.language as tl
+
+from apex.kernels._launching import half
 
 
 @triton.jit
@@ -24,10 +26,11 @@ def _rstd(variance, eps):
 @triton.jit
 def row_norm_forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    n_rows, n_cols, eps,
+    n_rows, twice_cols, eps,
     CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit into a tile."""
+    n_cols = half(twice_cols)
     first = tl.program_id(0).to(tl.int64) * ROWS  # int64: first * n_cols may pass 2**31
     x_ptr += first * n_cols
     y_ptr += first * n_cols
@@ -56,10 +59,11 @@ def row_norm_forward(
 @triton.jit
 def row_norm_forward_wide(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr,
-    n_cols, eps,
+    twice_cols, eps,
     CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program, in blocks; each lane keeps a running mean and sum of squares (Welford)."""
+    n_cols = half(twice_cols)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row * n_cols
@@ -108,11 +112,12 @@ def _away_from_zero(weight, eps):
 @triton.jit
 def row_norm_backward(
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    n_rows, n_cols, eps,
+    n_rows, twice_cols, eps,
     CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit into a tile; each program takes every n-th tile and keeps partial sums."""
+    n_cols = half(twice_cols)
     cols = tl.arange(0, BLOCK)
     inside = cols < n_cols
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -183,10 +188,11 @@ def _block(
 @triton.jit
 def row_norm_backward_wide(
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr,
-    n_cols, eps,
+    twice_cols, eps,
     CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``dx`` of one row, in blocks."""
+    n_cols = half(twice_cols)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     rstd = tl.load(rstd_ptr + row)
@@ -221,10 +227,11 @@ def row_norm_backward_wide(
 @triton.jit
 def row_norm_weight_sums(
     dy_ptr, saved_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, dweight_ptr, dbias_ptr,
-    n_rows, n_cols, eps,
+    n_rows, twice_cols, eps,
     CENTERED: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first stage of weight gradients, some columns of every n-th tile of rows."""
+    n_cols = half(twice_cols)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -257,10 +264,11 @@ def row_norm_weight_sums(
 
 @triton.jit
 def row_norm_add_up(
-    dweight_partial_ptr, dbias_partial_ptr, dweight_ptr, dbias_ptr, n_partials, n_cols,
+    dweight_partial_ptr, dbias_partial_ptr, dweight_ptr, dbias_ptr, n_partials, twice_cols,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The second stage: partial sums of all programs, in a fixed order."""
+    n_cols = half(twice_cols)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < n_cols
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
