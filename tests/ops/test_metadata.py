@@ -121,6 +121,14 @@ def test_lists_that_are_there_twice_are_remembered():
     assert [fact([x[:1] * 2]), fact([x[:1] * 2])] == [5, 6]  # one tensor twice in a list
 
 
+def test_what_is_remembered_of_changing_lists_is_limited(monkeypatch):
+    monkeypatch.setattr(metadata, "LIMIT", 100)
+    metadata._kept.cache_clear()
+    for count in range(1, 60):
+        check([[torch.zeros(2, 3)] + [torch.zeros(count) for _ in range(9)]], True)
+        assert metadata._kept.cache_info().currsize <= 10
+
+
 @pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage)")
 def test_tensors_of_which_torch_makes_no_guards():
     check([[torch.zeros(16)]], True)

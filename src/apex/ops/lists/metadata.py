@@ -31,7 +31,12 @@ _PLAIN, _LAYOUT = frozenset(_runtime.PLAIN), attrgetter("layout")
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
-@functools.lru_cache(maxsize=256)  # 180 bytes a tensor
+# Tensors of which guards are kept, of 180 bytes each: 90 MB. FusedAdam's lists have 4 a parameter.
+LIMIT = 2**19
+_guarded = [0]  # since guards were thrown away
+
+
+@functools.lru_cache(maxsize=256)
 def _kept(*key: Hashable) -> list[Any]:
     """Where guards of such lists are put, and what is known if they hold."""
     return []
@@ -60,10 +65,19 @@ def of_metadata(fact: _Fact) -> _Fact:
                 return found
         found = fact(columns, *more)
         if _can_be_guarded(tensors):
+            _make_room(len(tensors))
             kept[:] = [(_guards(tensors), found), *kept[:3]]  # such as parameters and gradients
         return found
 
     return cast("_Fact", known)
+
+
+def _make_room(count: int) -> None:
+    """Throw all guards away when there are too many: of lists that change from call to call."""
+    _guarded[0] += count
+    if _guarded[0] > LIMIT:
+        _kept.cache_clear()
+        _guarded[0] = count
 
 
 def _repeats(columns: Sequence[Sequence[torch.Tensor]]) -> dict[int, int]:
