@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from apex.multi_tensor_apply.list_functions import multi_tensor_scale
 from apex.ops.lists import metadata
@@ -99,6 +100,43 @@ def test_nothing_is_computed_while_metadata_stays():
 
 class Wrapper(torch.Tensor):
     """A subclass, which may have other memory and metadata than it shows."""
+
+
+def test_lists_that_are_there_twice_are_remembered():
+    calls = []
+
+    @of_metadata
+    def fact(columns):
+        calls.append(columns)
+        return len(calls)
+
+    for expected in (1, 1):
+        x, y = lists()
+        assert fact([x, y, [*x]]) == expected
+    for expected in (2, 2):
+        x, y = lists()
+        assert fact([x, y, [*y]]) == expected
+    x, y = lists()
+    assert [fact([x, y, y[:2]]), fact([x, y, [x[0], *y[1:]]])] == [3, 4]
+    assert [fact([x[:1] * 2]), fact([x[:1] * 2])] == [5, 6]  # one tensor twice in a list
+
+
+def test_what_is_remembered_of_changing_lists_is_limited(monkeypatch):
+    monkeypatch.setattr(metadata, "LIMIT", 100)
+    metadata._kept.cache_clear()
+    for count in range(1, 60):
+        check([[torch.zeros(2, 3)] + [torch.zeros(count) for _ in range(9)]], True)
+        assert metadata._kept.cache_info().currsize <= 10
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage)")
+def test_tensors_of_which_torch_makes_no_guards():
+    check([[torch.zeros(16)]], True)
+    check([[torch.eye(4).to_sparse_csr()]], False)
+    make_fx(lambda x: check([[x]], True), tracing_mode="symbolic")(torch.zeros(16))
+    nested = torch.nested.nested_tensor([torch.zeros(7), torch.zeros(9)])
+    with pytest.raises(RuntimeError, match="NestedTensorImpl"):
+        are_uniform([[nested]])
 
 
 def test_without_guards_of_torch(monkeypatch):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,11 +25,18 @@ from apex.ops import _runtime
 
 _Fact = TypeVar("_Fact", bound=Callable[..., Any])
 
+_PLAIN, _LAYOUT = frozenset(_runtime.PLAIN), attrgetter("layout")
+
 # A private class, in torch 2.9 and in 2.13; without it lists are looked at each time.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
-@functools.lru_cache(maxsize=256)  # 180 bytes a tensor
+# Tensors of which guards are kept, of 180 bytes each: 90 MB. FusedAdam's lists have 4 a parameter.
+LIMIT = 2**19
+_guarded = [0]  # since guards were thrown away
+
+
+@functools.lru_cache(maxsize=256)
 def _kept(*key: Hashable) -> list[Any]:
     """Where guards of such lists are put, and what is known if they hold."""
     return []
@@ -43,21 +51,56 @@ def of_metadata(fact: _Fact) -> _Fact:
 
     @functools.wraps(fact)
     def known(columns: Sequence[Sequence[torch.Tensor]], *more: Hashable) -> Any:
-        tensors = [*chain.from_iterable(columns)]
-        if not tensors or torch.compiler.is_compiling():
+        repeats = _repeats(columns)
+        distinct = [x for n, x in enumerate(columns) if n not in repeats] if repeats else columns
+        tensors = [*chain.from_iterable(distinct)]
+        some = tensors and [tensors[0], tensors[len(tensors) // 2], tensors[-1]]
+        if not some or torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, some)):
             return fact(columns, *more)
         # Equal keys need not mean equal metadata: they choose with what it is compared.
-        some = [tensors[0], tensors[len(tensors) // 2], tensors[-1]]
-        kept = _kept(fact, more, *map(len, columns), *[(x.dtype, x.numel()) for x in some])
+        chosen = [(x.dtype, x.numel(), x.is_nested) for x in some]  # torch aborts on a nested one
+        kept = _kept(fact, more, *repeats.items(), *map(len, columns), *chosen)
         for guards, found in kept:
             if guards.check(*tensors):
                 return found
         found = fact(columns, *more)
-        if _Guards is not None and {*_runtime.PLAIN}.issuperset(map(type, tensors)):
+        if _can_be_guarded(tensors):
+            _make_room(len(tensors))
             kept[:] = [(_guards(tensors), found), *kept[:3]]  # such as parameters and gradients
         return found
 
     return cast("_Fact", known)
+
+
+def _make_room(count: int) -> None:
+    """Throw all guards away when there are too many: of lists that change from call to call."""
+    _guarded[0] += count
+    if _guarded[0] > LIMIT:
+        _kept.cache_clear()
+        _guarded[0] = count
+
+
+def _repeats(columns: Sequence[Sequence[torch.Tensor]]) -> dict[int, int]:
+    """Numbers of columns that have the tensors of an earlier one, as in place, and of that."""
+    heads = [id(column[0]) if column else 0 for column in columns]
+    if len({*heads}) == len(heads):
+        return {}
+    pairs = enumerate(map(heads.index, heads))
+    return {n: first for n, first in pairs if n > first and _are_same(columns[n], columns[first])}
+
+
+def _are_same(column: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(column) == len(other) and all(map(is_, column, other))
+
+
+def _can_be_guarded(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether guards of these tensors can be made, and can hold: they never do for one twice."""
+    return (
+        _Guards is not None
+        and len({*map(id, tensors)}) == len(tensors)
+        and _PLAIN.issuperset(map(type, tensors))
+        and {*map(_LAYOUT, tensors)} == {torch.strided}
+    )
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Any:
