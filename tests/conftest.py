@@ -1,5 +1,6 @@
 """What holds for every test: the interpreter for kernels, fixed seeds, and which tests run."""
 
+import gc
 import os
 import random
 import signal
@@ -48,6 +49,15 @@ def _deselect(config, items, marker):
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if not item.get_closest_marker(marker)]
+
+
+def pytest_collection_finish():
+    """Modules and tests stay until the end: no collection of garbage walks over them again.
+
+    Those of the whole suite are 800,000 objects, which one collection takes 0.4 s to walk.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
