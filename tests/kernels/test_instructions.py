@@ -44,7 +44,7 @@ def _above(found, budgets):
 def test_no_case_has_more_instructions_than_its_budget(hopper):
     """A new case has none: write the file anew, and look at what changed."""
     found = _sums(hopper)
-    assert len(found) > 200
+    assert len(found) > 150
     others = TRITON_3_5 if triton.__version__.startswith("3.5.") else {}
     assert _above(found, json.loads(BUDGETS.read_text()) | others) == {}
 
