@@ -33,7 +33,9 @@ OFTEN = {(3, 599), (5, 100), (10, 10_000), (30, 599)}  # each value in one pair 
 @pytest.mark.parametrize(
     ("seeds", "size", "sd"),
     [
-        pytest.param(seeds, size, sd, marks=[] if (seeds, size) in OFTEN else pytest.mark.exhaustive)
+        pytest.param(
+            seeds, size, sd, marks=[] if (seeds, size) in OFTEN else pytest.mark.exhaustive
+        )
         for seeds in (3, 5, 10, 30)
         for size, sd in ((599, 0.3), (100, 1.0), (10_000, 0.1))
     ],
