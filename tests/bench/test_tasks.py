@@ -83,7 +83,7 @@ def _cases():
     """Name every pair; in float16 a step of the larger networks takes 0.2 s here."""
     for name in SMALL:
         for level in LEVELS:
-            common = level in ("O5", "FP16") or name in ("linear", "digits-mlp", "seq2seq")
+            common = level in ("O5", "FP16") or name in ("linear", "digits-mlp")
             yield pytest.param(name, level, marks=[] if common else pytest.mark.exhaustive)
 
 

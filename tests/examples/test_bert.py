@@ -61,7 +61,7 @@ def gradients_of_a_step(run):
     return torch.cat([grad.flatten() for grad in found])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.exhaustive), "O2"])
 def test_it_learns_and_goes_on_bit_for_bit(level, capsys):
     """Three epochs of 40 steps, killed in the second one.
 

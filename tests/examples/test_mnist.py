@@ -70,16 +70,25 @@ def test_one_device():
     assert re.fullmatch(LINES, out)
 
 
+MIXED = ["mnist-mixed.py", *TINY, "800"]
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
 @pytest.mark.dist
 def test_mixed_precision_on_two_processes():
-    """Rank 0 evaluates alone. It is the same training if torchrun starts the processes."""
-    words = ["mnist-mixed.py", *TINY, "800"]
-    [(code, out, errors)] = run([*words, "-g", "2"])
-    assert (code, errors) == (0, "")
+    """Rank 0 evaluates alone."""
+    [(code, out, _)] = run([*LAUNCHER, *MIXED])
+    assert code == 0
     assert "Selected optimization level O2" in out
     assert accuracy(out) > 30
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    [(code, again, _)] = run([*launcher, *words])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.dist
+def test_it_is_the_same_training_if_torchrun_starts_the_processes():
+    [(code, out, errors)] = run([*MIXED, "-g", "2"])
+    assert (code, errors) == (0, "")
+    [(code, again, _)] = run([*LAUNCHER, *MIXED])
     assert code == 0
     assert without_time(again) == without_time(out)
 

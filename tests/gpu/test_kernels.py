@@ -111,7 +111,7 @@ def _assert_right(name, misplaced):
 # -- a training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.exhaustive), "O2", "O5"])
 def test_a_training_that_launches_every_kernel_has_the_losses_of_the_definition(level):
     found, wanted, launched = call(tasks.trained, level)
     assert_same_training(found, wanted, LEVELS[level])

@@ -33,3 +33,11 @@ def hopper(once):
     from tests.kernels.test_compiled import compiled
 
     return once("hopper", lambda: compiled("sm_90"))
+
+
+@pytest.fixture(scope="session")
+def planted(once):
+    """What was found in the kernels with planted defects, for an H100."""
+    from tests.kernels.test_compiled import PLANTED, program
+
+    return once("planted", lambda: program(str(PLANTED), "sm_90")["sm_90"])

@@ -2,7 +2,7 @@
 
     python planted.py TARGET,... [NAME ...]
 
-Run by test_compiled in a process of its own, where kernels are compiled and not interpreted.
+Run by tests in a process of its own, where kernels are compiled and not interpreted.
 """
 
 import dataclasses
@@ -154,14 +154,16 @@ def cases(folder):
 
 if __name__ == "__main__":
     targets, *names = sys.argv[1:]
-    count = "--instructions" in names
     said = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, case in cases(folder):
-            if not names or name in names:
-                for target in targets.split(","):
-                    (found,) = finding.inspect([case], target)
-                    many = sum((found.instructions or {}).values())
-                    problems = [*found.problems, *found.advice]
-                    said.setdefault(target, {})[name] = many if count else problems
+        chosen = {name: case for name, case in cases(folder) if not names or name in names}
+        for target in targets.split(","):
+            inspected = finding.inspect([*chosen.values()], target)
+            said[target] = {
+                name: {
+                    "problems": [*found.problems, *found.advice],
+                    "instructions": sum((found.instructions or {}).values()),
+                }
+                for name, found in zip(chosen, inspected, strict=True)
+            }
     print(json.dumps(said))

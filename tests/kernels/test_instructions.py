@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import triton
 
 from apex.kernels.inspect.instructions import RATES, Counts, Instruction, counted, limits
-from tests.kernels.test_compiled import PLANTED, compiled, program
+from tests.kernels.test_compiled import compiled
 
 # Case -> thread instructions for each byte on sm_90, as measured. To write it anew:
 #     python -m tests.kernels.test_instructions
@@ -44,14 +44,14 @@ def _above(found, budgets):
 def test_no_case_has_more_instructions_than_its_budget(hopper):
     """A new case has none: write the file anew, and look at what changed."""
     found = _sums(hopper)
-    assert len(found) > 200
+    assert len(found) > 150
     others = TRITON_3_5 if triton.__version__.startswith("3.5.") else {}
     assert _above(found, json.loads(BUDGETS.read_text()) | others) == {}
 
 
-def test_a_fifth_more_instructions_is_seen():
-    said = program(str(PLANTED), "sm_90", "sound row", "row with a fifth more", "--instructions")
-    sound, more = said["sm_90"]["sound row"], said["sm_90"]["row with a fifth more"]
+def test_a_fifth_more_instructions_is_seen(planted):
+    names = ("sound row", "row with a fifth more")
+    sound, more = (planted[name]["instructions"] for name in names)
     assert 1.15 * sound < more < 1.4 * sound
 
 

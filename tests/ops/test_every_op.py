@@ -19,7 +19,9 @@ from tests.tolerance import assert_one_rounding
 from tests.vmapped import assert_backward_under_vmap
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-SHAPE = (4, 512)  # fewer elements need a wider tolerance in float32
+# Fewer elements need a wider tolerance in float32. Group norm has 3 groups of it, and 32 of
+# (4, 512): each is a program, which the interpreter runs one after the other.
+SHAPE = (4, 520)
 # A padded block, a full one, 3-D, many rows; where values are small, eps matters.
 SIZES = [((7, 123), 1.0), ((4, 512), 0.02), ((2, 3, 65), 1.0), ((48, 33), 0.02)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -216,7 +218,7 @@ def test_only_gradients_that_are_needed(case, path):
 
 @every_path
 def test_repeats_bit_for_bit_and_evaluation_has_the_bits_of_training(case, path):
-    tensors, runs = case.tensors((70, 33), torch.float16), []
+    tensors, runs = case.tensors((40, 33), torch.float16), []
     for _ in range(2):
         y = case(*tensors)
         runs.append([y, *torch.autograd.grad(y.square().sum(), tensors)])

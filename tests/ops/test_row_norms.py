@@ -126,9 +126,15 @@ def test_float32_weights_of_a_16_bit_input(name, path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("columns", "dtype"), [(17000, torch.float32), (16385, torch.float16)], ids=str
+    ("name", "columns", "dtype"),
+    [
+        ("layer", 17000, torch.float32),
+        ("rms", 17000, torch.float32),
+        ("layer", 16385, torch.float16),
+        pytest.param("rms", 16385, torch.float16, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("name", NORMS)
 def test_rows_wider_than_a_tile(name, columns, dtype, path):
     """More than the widest forward tile: two walks over the row, the last block not full."""
     _check(name, path, _inputs(name, (2, columns), (columns,), dtype, shift=1.0), (columns,))
