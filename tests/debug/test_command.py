@@ -195,6 +195,15 @@ def test_arguments_exit_codes_and_modules(command):
         sys.modules.pop("other", None)
 
 
+def test_a_package_that_fails_is_shown_with_its_line(command):
+    (command.folder / "package").mkdir()
+    command.write("raise ZeroDivisionError", "package/__init__.py")
+    code, _, err = command.main("debug", "-m", "package")
+    assert code == 1
+    assert "line 1, in <module>" in err
+    assert "runpy" not in err
+
+
 def test_what_cannot_be_run(command):
     code, out, err = command.main("debug", "none.py")
     assert (code, out, err) == (2, "", "apex debug: none.py: no such file\n")

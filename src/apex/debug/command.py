@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:  # noqa: BLE001  # shown as Python shows it
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_globals["__name__"] != "__main__":
+        while frames and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
     finally:
