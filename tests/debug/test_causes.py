@@ -363,6 +363,19 @@ def compiled_later():
     return steps(model, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
+def past_the_hooks(model):
+    """The program calls ``model.forward``, and gives the function that does so."""
+    x, optimizer = torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def compute():
+        return model.forward(x).square().mean()
+
+    with debug.watch(model, optimizer, on_fault="keep", step=compute) as watch:
+        compute().backward()
+        optimizer.step()
+        return watch.explain()
+
+
 COMPILED = {
     "torch.compile(model)": lambda: once(torch.compile(block(torch.relu), backend=corrupt())),
     "backward": lambda: once(
@@ -373,6 +386,7 @@ COMPILED = {
     "a part, wrapped": compiled_wrapped_part,
     "the third step": compiled_later,
     "a function": lambda: once(block(torch.compile(torch.sin, backend=corrupt()))),
+    "forward of step()": lambda: past_the_hooks(block(torch.compile(torch.sin, backend=corrupt()))),
 }
 
 # -- uninitialised ---------------------------------------------------------------------------------
@@ -424,12 +438,26 @@ def by_turns():
     return scratch(allocate)
 
 
+def in_step():
+    """Memory that holds NaN in the step, and zeros later where the watch does not fill it."""
+    calls = itertools.count()
+
+    def allocate(x):
+        out, is_first = torch.empty_like(x), next(calls) == 0
+        if is_first or not out.isnan().all():
+            ctypes.memset(out.data_ptr(), 0xFF * is_first, out.nbytes)
+        return out
+
+    return past_the_hooks(block(lambda x: Scratch.apply(x, allocate, "forward")))
+
+
 UNINITIALISED = {
     "empty": lambda: scratch(lambda x: torch.empty(x.shape)),
     "empty_like": lambda: scratch(torch.empty_like),
     "new_empty": lambda: scratch(lambda x: x.new_empty(x.shape)),
     "empty_strided": lambda: scratch(lambda x: torch.empty_strided(x.shape, x.stride())),
     "NaN in every second replay": by_turns,
+    "forward of step()": in_step,
     "backward": lambda: scratch(torch.empty_like, "backward"),
     "not finite in the replay either": lambda: scratch(torch.empty_like, while_explained=True),
     "backward, the same": lambda: scratch(torch.empty_like, "backward", while_explained=True),
@@ -522,6 +550,11 @@ def test_cause(cause, case):
 
     assert report.cause == cause, report.text()
     assert report.sentence.endswith(".")
+
+
+def test_no_other_batch_is_suspected_of_a_compiled_model():
+    model = torch.compile(block(torch.relu), backend=corrupt())
+    assert once(model, step=True).notes == []
 
 
 def test_a_mask_is_named_where_it_becomes_a_nan():

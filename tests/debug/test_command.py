@@ -167,6 +167,31 @@ def test_out_is_the_folder(command):
     assert os.path.join("here", "there") in err
 
 
+def test_a_folder_that_cannot_be_written_is_said_and_the_script_goes_on(command):
+    (command.folder / "here").write_text("a file")
+
+    code, out, err = command(PLAIN, options=("--out", "here"))
+
+    assert code == 0
+    assert "5 True\n" in out
+    assert err.startswith("apex.debug: div in the model's forward (")
+    assert "apex debug: not all was written: --out " in err
+    assert "here: is a file" in err
+
+
+def test_a_full_disk_is_said_and_the_script_goes_on(command, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("PytorchStreamWriter failed writing file")  # what torch says of one
+
+    monkeypatch.setattr(torch, "save", fail)
+
+    code, _, err = command(PLAIN)
+
+    assert code == 0
+    assert "apex debug: not all was written: PytorchStreamWriter" in err
+    assert command.files() == ["report.json", "report.txt"]
+
+
 def test_arguments_exit_codes_and_modules(command):
     text = """
         import sys, os
@@ -193,6 +218,15 @@ def test_arguments_exit_codes_and_modules(command):
         assert (code, out) == (0, "other\n")
     finally:
         sys.modules.pop("other", None)
+
+
+def test_a_package_that_fails_is_shown_with_its_line(command):
+    (command.folder / "package").mkdir()
+    command.write("raise ZeroDivisionError", "package/__init__.py")
+    code, _, err = command.main("debug", "-m", "package")
+    assert code == 1
+    assert "line 1, in <module>" in err
+    assert "runpy" not in err
 
 
 def test_what_cannot_be_run(command, capsys):

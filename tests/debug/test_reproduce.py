@@ -174,6 +174,22 @@ def test_what_cannot_be_cropped_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "nan.pt"
+    call = (torch.ops.aten.log.default, (torch.zeros(3),), {})
+    reproduce.save(path, call, {"sentence": "old"})
+
+    def fail(_, file):
+        file.write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        reproduce.save(path, call, {"sentence": "new"})
+    assert [one.name for one in tmp_path.iterdir()] == ["nan.pt"]
+    assert reproduce.load(path)["report"]["sentence"] == "old"
+
+
 # -- the script ------------------------------------------------------------------------------------
 
 

@@ -211,6 +211,24 @@ def test_a_replay_draws_the_same_random_numbers():
     assert report.module == "1"
 
 
+def test_a_frozen_part_stays_frozen_in_replays_after_one_in_eval():
+    norm = nn.BatchNorm1d(8, eps=0.0)  # refuses to train
+    norm.running_var[2] = 0.0
+    model = nn.Sequential(nn.Linear(8, 8), norm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        model.eval()
+        model(torch.randn(4, 8))  # a validation
+        model.train()
+        norm.eval()
+        model(torch.randn(4, 8)).mean().backward()
+        optimizer.step()
+        report = watch.explain()
+
+    assert (report.cause, report.module) == ("model", "1"), report.text()
+    assert [model.training, norm.training] == [True, False]
+
+
 # -- what it leaves behind -------------------------------------------------------------------------
 
 

@@ -295,7 +295,8 @@ class Replay:
 
 @contextmanager
 def _as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
-    """Random numbers, buffers, mode and autocast of the call; see also :func:`unchanged`."""
+    """Random numbers, buffers, mode and autocast of the call; the modes afterwards as before."""
+    modes = [(module, module.training) for module in call.model.modules()]
     _set_random_states(call.random)
     if call.training != call.model.training:
         call.model.train(call.training)
@@ -305,6 +306,8 @@ def _as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
         for entry in call.autocast if autocast else ():
             stack.enter_context(torch.autocast(*entry))
         yield
+    for module, mode in modes:  # the next call may need train() with a frozen part in eval
+        module.training = mode
 
 
 def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:  # noqa: BLE001  # shown as Python shows it
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_globals["__name__"] != "__main__":
+        while frames and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
     finally:
@@ -123,17 +123,19 @@ class _Program:
 
     def _write(self, report: Report) -> None:
         print(report.text(), file=sys.stderr)
-        check_folder("--out", self._folder)
         rank = f"-rank{report.rank}" if report.rank else ""
-        (self._folder / f"report{rank}.txt").write_text(report.text() + "\n", "utf-8")
-        (self._folder / f"report{rank}.json").write_text(report.to_json() + "\n", "utf-8")
-        _say(f"wrote {self._folder}")
-        if report.call is not None:
-            try:
+        try:
+            check_folder("--out", self._folder)
+            (self._folder / f"report{rank}.txt").write_text(report.text() + "\n", "utf-8")
+            (self._folder / f"report{rank}.json").write_text(report.to_json() + "\n", "utf-8")
+            _say(f"wrote {self._folder}")
+            if report.call is not None:
                 file = report.save(self._folder / f"nan{rank}.pt")
                 _say(f"apex debug repro {file} shows it again")
-            except ValueError as error:
-                _say(f"no file to show it again: {error}")
+        except ValueError as error:
+            _say(f"no file to show it again: {error}")
+        except (OSError, RuntimeError, UsageError) as error:  # the script goes on
+            _say(f"not all was written: {error}")
 
     def finish(self, *, failed: bool) -> None:
         """Say where nothing could be watched, and take the hooks off."""

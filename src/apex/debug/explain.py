@@ -182,10 +182,10 @@ class _Explanation:
             again, inside = self._trace(self._replay.run_step)
             if self._any(inside is not None):
                 run, outcome, origin, is_shown = self._replay.run_step, again, inside, True
-            else:
+            elif is_shown:
                 self._notes.append("step() did not show the fault: is it the batch of this step?")
         if not is_shown:
-            return self._not_shown(was_bad)
+            return self._not_shown(run, was_bad)
         report = self._classify(run, outcome, origin)
         report.parameters = list(outcome.bad_gradients())
         buffers = named_in(self._models, "named_buffers")
@@ -196,14 +196,13 @@ class _Explanation:
             )
         return report
 
-    def _not_shown(self, in_forward: bool) -> Report:
+    def _not_shown(self, run: Callable[[], Outcome], in_forward: bool) -> Report:
         if self._any(self._fault.bad_loss):
             return self._make(
                 "loss",
                 "The loss was not finite, although outputs and gradients are: the fault lies in "
                 f"the loss function or its targets{self._hint}.",
             )
-        run = self._replay.run
         _, origin = self._trace(run, fill=math.nan)  # before replays that read memory as it is
         if origin is not None and origin.kind == "memory":
             return self._classify(run, Outcome(), origin)

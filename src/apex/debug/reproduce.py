@@ -63,7 +63,12 @@ def save(path: Path, call: tuple[Any, Any, Any], report: dict[str, Any]) -> Path
         "report": report,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(entry, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(entry, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 
