@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 import types
 
 import numpy as np
@@ -407,6 +408,8 @@ class Scratch(torch.autograd.Function):
     @staticmethod
     def fill(x, allocate):
         out = allocate(x)
+        if not math.isnan(ctypes.c_float.from_address(out.data_ptr()).value):  # filled by nobody
+            ctypes.memset(out.data_ptr(), 0, out.nbytes)  # what lay there may be anything
         out[: len(x) // 2] = x[: len(x) // 2]
         return out
 

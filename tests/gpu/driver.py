@@ -119,14 +119,15 @@ def gpu(*, count=False, seed=0):
         seed: Moves the results of approximate instructions.
     """
     running = Running(counters=Counters() if count else None)
-    of_class = TableCache.table
+    of_class = TableCache.of_launch
 
-    def table(self, column, device):
-        column = list(column)
-        found = of_class(self, column, device)
-        named = [(f"tensor {number} of a column", tensor) for number, tensor in enumerate(column)]
-        running.tables[found.on_device.data_ptr()] = named
-        return found
+    def of_launch(self, numels, columns, device):
+        columns = [*map(list, columns)]
+        layout, tables = of_class(self, numels, columns, device)
+        for column, table in zip(columns, tables, strict=True):
+            named = [(f"tensor {n} of a column", tensor) for n, tensor in enumerate(column)]
+            running.tables[table.on_device.data_ptr()] = named
+        return layout, tables
 
     before = arithmetic.Seed.value
     arithmetic.Seed.value = seed
@@ -135,7 +136,7 @@ def gpu(*, count=False, seed=0):
     driver.set_active(Driver())
     knobs.runtime.kernel_load_start_hook.add(_loading)
     try:
-        with mock.patch.object(TableCache, "table", table), _runtime.use("triton"):
+        with mock.patch.object(TableCache, "of_launch", of_launch), _runtime.use("triton"):
             yield running
     finally:
         knobs.runtime.kernel_load_start_hook.remove(_loading)

@@ -49,15 +49,15 @@ def too_long():
 
 def too_long_a_list():
     """One number beyond a tensor of a list, which only a table has the address of."""
-    of_class = TableCache.layout
+    of_class = TableCache.of_launch
 
-    def longer(self, numels, device):
-        return of_class(self, tuple(many + 1 for many in numels), device)
+    def longer(self, numels, columns, device):
+        return of_class(self, tuple(many + 1 for many in numels), columns, device)
 
     params = [torch.nn.Parameter(torch.zeros(many)) for many in (64, 100)]
     for param in params:
         param.grad = torch.zeros_like(param)
-    with mock.patch.object(TableCache, "layout", longer):
+    with mock.patch.object(TableCache, "of_launch", longer):
         FusedSGD(params, lr=0.1).step()
 
 
