@@ -27,6 +27,11 @@ TRITON_3_5 = {
     "scale bf16 fp32 unscale": 1.96,
     "scale fp32 unscale": 0.83,
 }
+TRITON_3_5 |= {
+    f"layer_norm add up {columns} {kind} {kind} {kind}{more}": 1.06
+    for kind in ("fp32", "bf16")
+    for columns, more in ((1000, ""), (8192, ""), (16384, ""), (4096, " from output"))
+}
 
 
 def _sums(found):
