@@ -59,6 +59,10 @@ class TableCache:
         layout, *tables = self._find([(Layout, numels), *zip(repeat(Table), addresses)], device)
         return layout, tables
 
+    def table(self, column: Iterable[torch.Tensor], device: torch.device) -> Table:
+        """Find or upload the addresses of a column."""
+        return self.numbers(map(torch.Tensor.data_ptr, column), device)
+
     def numbers(self, numbers: Iterable[int], device: torch.device) -> Table:
         """Find or upload a number for each tensor of a column."""
         found: Table = self.find(Table, tuple(numbers), device)
