@@ -1,4 +1,10 @@
-"""What holds for every test: the interpreter for kernels, fixed seeds, and which tests run."""
+"""What holds for every test: the device, the interpreter for kernels, seeds, and which tests run.
+
+There are three sizes. ``--all`` runs every test. ``--full`` leaves out the exhaustive matrices.
+Without either the selection is quick: of each function's cases every value of every
+``parametrize`` at least once (*each choice*), and nothing that is marked slow. Selecting tests by
+path, node id, ``-k`` or ``-m`` is as good as ``--full``.
+"""
 
 import functools
 import gc
@@ -6,13 +12,17 @@ import os
 import random
 import signal
 import sys
+import time
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Read by triton when a kernel is decorated, so it must be set before any kernel is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# The suite is the CPU's, on every machine: kernels run in Triton's interpreter, on tensors of the
+# CPU. All this is read later than here: by CUDA when it is first asked, by Triton when a kernel is
+# decorated. Processes that tests start inherit it.
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+BEFORE = {name: os.environ.get(name) for name in CPU_ONLY}
+os.environ.update(CPU_ONLY)
 
 # A shell's `pytest ... &` has SIGINT ignored, which programs that tests interrupt would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -30,26 +40,115 @@ else:
     hypothesis.settings.register_profile("apex", derandomize=True, deadline=None, print_blob=True)
     hypothesis.settings.load_profile("apex")
 
+# Where one case of a function is enough in the quick selection: names that few programs use, and
+# what developers inspect kernels with.
+LONG_TAIL = (
+    "tests/RNN/",
+    "tests/contrib/",
+    "tests/extension_modules/",
+    "tests/fp16_utils/",
+    "tests/gpu/",
+    "tests/kernels/",
+    "tests/reparameterization/",
+    "tests/transformer/",
+)
+STARTED = pytest.StashKey()
+
 
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run all but the exhaustive matrices")
     parser.addoption("--all", action="store_true", help="run the exhaustive matrices too")
+    parser.addoption("--rest", action="store_true", help="run what --full adds to the quick ones")
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cuda: run the tests marked gpu, and them alone",
+    )
+
+
+def pytest_configure(config):
+    option = config.option
+    if option.device == "cuda":
+        for name, value in BEFORE.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    if hasattr(config, "workerinput"):
+        return  # a process of xdist has the options that the first process set here
+    by_path = config.args_source is config.ArgsSource.ARGS
+    if by_path or option.keyword or option.markexpr or option.device == "cuda":
+        option.full = True
+    elif not option.collectonly:
+        config.stash[STARTED] = time.monotonic()
+    option.full = option.full or option.rest or option.all
+
+
+def pytest_unconfigure(config):
+    """Say in the last line what ran, and how to run the other size."""
+    started = config.stash.get(STARTED, None)
+    if started is None:
+        return
+    option, seconds = config.option, time.monotonic() - started
+    size, other = "quick selection", "all but the exhaustive matrices: ./dev test --full"
+    if option.full:
+        size = "what the quick selection left out" if option.rest else "full suite"
+        other = "the quick selection: ./dev test"
+    line = f"{size}{', --all' * option.all}: {seconds:.0f} s; {other}"
+    config.get_terminal_writer().line(line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    """Build the cases of a function; of an exhaustive matrix one, which is deselected later.
+
+    5,320 of 17,986 items are of such matrices: they take a fifth of the time of a collection.
+    """
+    yield
+    if metafunc.config.getoption("all"):
+        return
+    often = [call for call in metafunc._calls if not _has(call.marks, "exhaustive")]
+    if not often or _has(metafunc.definition.iter_markers(), "exhaustive"):
+        often = metafunc._calls[:1]
+    metafunc._calls = often
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
-        _deselect(config, items, "exhaustive")
+    option = config.option
+    often = [item for item in items if not item.get_closest_marker("exhaustive")]
+    chosen = items if option.all else often
+    if not option.full:
+        chosen = _quick(often)
+    elif option.rest:
+        quick = set(_quick(often))
+        chosen = [item for item in chosen if item not in quick]
+    if option.device == "cuda":
+        chosen = [item for item in chosen if item.get_closest_marker("gpu")]
+    kept = set(chosen)
+    if dropped := [item for item in items if item not in kept]:
+        config.hook.pytest_deselected(items=dropped)
+    items[:] = chosen
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("gpu") and option.device == "cpu":
+            item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
         if item.get_closest_marker("dist") and not torch.distributed.is_available():
             item.add_marker(pytest.mark.skip(reason="this torch has no torch.distributed"))
 
 
-def _deselect(config, items, marker):
-    dropped = [item for item in items if item.get_closest_marker(marker)]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if not item.get_closest_marker(marker)]
+def _has(marks, name):
+    return any(mark.name == name for mark in marks)
+
+
+def _quick(items):
+    """Return those that are not slow and have a value that no case of their function had before."""
+    chosen, seen = [], set()
+    for item in items:
+        function, case = item.nodeid.split("[")[0], getattr(item, "callspec", None)
+        values = {function}
+        if case is not None and not function.startswith(LONG_TAIL):
+            values = {(function, level, value) for level, value in enumerate(case._idlist)}
+        if not values <= seen and not item.get_closest_marker("slow"):
+            chosen.append(item)
+            seen |= values
+    return chosen
 
 
 @pytest.hookimpl(wrapper=True)

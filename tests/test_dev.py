@@ -137,7 +137,12 @@ def test_check(dev, capsys, monkeypatch):
     assert dev.check("python", ["--all"]) == 0
     assert dev.ran[-1] == [*dev.TESTS, "--all"]
     assert sum("--all" in words for words in dev.ran) == 1
-    assert capsys.readouterr().out.endswith("check: passed (format, lint, types, docs, tests)\n")
+    assert capsys.readouterr().out.endswith(
+        "check: passed (format, lint, types, docs, tests --all)\n"
+    )
+    assert dev.check("python", []) == 0
+    assert dev.ran[-2:] == [dev.TESTS, [*dev.TESTS, "--rest"]]
+    assert capsys.readouterr().out.endswith("docs, tests, tests --rest)\n")
     dev.answer, dev.ran[:] = 1, []
     assert dev.check("python", []) == 1
     assert dev.ran == [["ruff", "format", "--check"]]

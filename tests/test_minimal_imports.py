@@ -4,6 +4,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import apex
 from apex.bench import cli
 
@@ -52,6 +54,7 @@ print(len(names))
     assert int(out) > 5  # the walk went into the packages
 
 
+@pytest.mark.slow
 def test_each_command_runs_or_names_all_that_is_missing_in_one_line(tmp_path):
     """The machine is minimal, as the first lines show; else nothing here would be tested."""
     commands = [*cli.COMMANDS]

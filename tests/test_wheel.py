@@ -89,12 +89,14 @@ def test_it_trains(python):
     assert _run(python, "-W", "error", "-W", ignored, "-c", PROGRAM) == (0, "True\n", "")
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_there_and_warns_of_nothing(python):
     code, out, errors = _run(python.parent / "apex", "info")
     assert (code, errors) == (0, "")
     assert str(python.parent.parent) in out
 
 
+@pytest.mark.slow
 def test_what_an_extra_brings_is_one_line(python):
     code, out, errors = _run(python.parent / "apex", "bench", "--quick")
     assert (code, out) == (2, "")

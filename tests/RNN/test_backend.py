@@ -322,6 +322,7 @@ COMPILED = [("mLSTM", {}, False), ("Tanh", {"output_size": 2}, False), ("LSTM", 
 
 @hidden_warning
 @pytest.mark.parametrize(("name", "options", "collect"), COMPILED)
+@pytest.mark.slow
 def test_compiled_as_one_graph(name, options, collect):
     """Three forwards: without a state, with one, with one that has a history."""
     torch._dynamo.reset()
@@ -338,6 +339,7 @@ def test_compiled_as_one_graph(name, options, collect):
 
 @hidden_warning
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
+@pytest.mark.slow
 def test_compiled_around_torchs_functions(name):
     torch._dynamo.reset()
     network = build(name, bidirectional=True)

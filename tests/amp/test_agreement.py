@@ -219,6 +219,7 @@ def test_the_recipe_for_fsdp2(pair, tmp_path):
 @pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("half", [False, True])
+@pytest.mark.slow
 def test_the_recipe_for_float16_on_shards(pair, tmp_path, half):
     """Restored bit for bit on two ranks and on one; trained on bit for bit on two."""
     job = functools.partial(scaler_programs.recipe, page=PAGE, folder=str(tmp_path), half=half)

@@ -77,6 +77,7 @@ def check(level, ambient):
     ("level", "ambient"),
     [("O0", "O1"), ("O1", "O0"), ("O1", "O4"), ("O2", "O4"), ("O4", "O1")],
 )
+@pytest.mark.slow
 def test_a_model_in_a_thread_of_another_level(level, ambient):
     check(level, ambient)
 
@@ -168,6 +169,7 @@ def test_export(level):
 @pytest.mark.skipif(not IS_2_13, reason="torch 2.9 breaks the graph of a forward")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of torch itself
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.slow
 def test_a_compiled_step_is_one_graph_and_amp_runs_as_it_is(level):
     graphs, ends, x = [], [], torch.randn(4, 1, 4, 4)
 

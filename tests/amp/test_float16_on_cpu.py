@@ -362,6 +362,7 @@ WITH_INSTRUCTIONS = """
 """
 
 
+@pytest.mark.slow
 def test_with_float16_instructions_torchs_products_stay():
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     wanted = ["convolution_backward", attention, f"{attention}_backward", "addbmm"]
@@ -400,6 +401,7 @@ THREADS = """
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_initialize_and_reset_beside_threads_that_train(seconds):
     assert min(map(int, run_program(THREADS, str(seconds)))) > 1
 

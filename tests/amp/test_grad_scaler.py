@@ -47,6 +47,7 @@ def _call(program, args, rank):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_float16_shards(four):
     """(a), the weights as if their gradients had been unscaled in float32."""
     for found, weights, alone in run(four, programs.float16_shards, OURS):

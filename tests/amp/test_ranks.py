@@ -183,6 +183,7 @@ def test_apexs_own_wrapper(pair, cell):
     ("level", "compiled", "ours"),
     [("O1", "model", "after"), ("O2", "model", ""), ("O2", "wrapper", "after")],
 )
+@pytest.mark.slow
 def test_what_torch_compile_traces(pair, level, compiled, ours):
     cell = Cell(level, "no_sync", start="seeds", compiled=compiled, ours=ours)
     _assert_right(pair.run(cell))

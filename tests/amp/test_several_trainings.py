@@ -174,6 +174,7 @@ def test_in_two_threads_at_once(level, where, restless):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.slow
 def test_many_trainings_that_begin_in_threads(level, restless):
     """While one makes masters the others find, make and drop theirs: the table is the process's."""
 

@@ -35,6 +35,7 @@ train(1)
 """
 
 
+@pytest.mark.slow
 def test_lines_on_standard_output_or_to_logging():
     """None at verbosity 0; to logging where the program has set it up."""
     done = subprocess.run(

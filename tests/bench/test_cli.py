@@ -151,6 +151,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"apex {apex.__version__}\n"
 
 
+@pytest.mark.slow
 def test_python_m_apex_and_a_reader_that_goes_away():
     """`python -m apex info | true`: no complaint about the closed pipe."""
     with subprocess.Popen(

@@ -73,6 +73,7 @@ def test_the_levels_of_a_seed_share_a_process_and_are_trained_once(tmp_path, log
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log, capsys):
     words = slow(tmp_path)
     process = subprocess.Popen([sys.executable, "-m", "apex", *words], env=dict(os.environ))
@@ -94,6 +95,7 @@ def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log, c
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sends SIGINT to a group of processes")
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_partial_report(tmp_path, log):
     words = slow(tmp_path)
     process = subprocess.Popen(
@@ -119,6 +121,7 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path, log):
     assert not any(alive(pid) for pid in processes(log))
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_a_cell_is_recorded_and_the_rest_goes_on(tmp_path, log, capsys):
     assert bench(tmp_path, "troubled", "--levels", "O0", "--seeds", "5") == 1
     report = read(tmp_path)
@@ -137,6 +140,7 @@ def test_what_goes_wrong_in_a_cell_is_recorded_and_the_rest_goes_on(tmp_path, lo
     assert len(processes(log)) == before + 2  # those that failed are tried again
 
 
+@pytest.mark.slow
 def test_a_loader_may_have_processes_and_a_busy_machine_is_said_at_the_start(
     tmp_path, log, capsys, monkeypatch
 ):

@@ -49,6 +49,7 @@ def _small(monkeypatch):
 # --- the command ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(capfd):
     assert cli.main(["info", "--json"]) == 0
     out, errors = capfd.readouterr()
@@ -72,12 +73,14 @@ def test_text_says_what_readers_look_up_by_hand(capfd):
     assert [word for word in words if word not in out] == []
 
 
+@pytest.mark.slow
 def test_triton_is_reported_but_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)  # an import would raise
     report = info.collect()
     assert "Triton" in info.draw(report)
 
 
+@pytest.mark.slow
 def test_what_torch_warns_about_is_part_of_the_report(monkeypatch):
     def warn():
         import warnings
@@ -91,6 +94,7 @@ def test_what_torch_warns_about_is_part_of_the_report(monkeypatch):
     assert "the driver is too old" in info.draw(report)
 
 
+@pytest.mark.slow
 def test_a_busy_machine_is_a_warning(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert info.collect().warnings == ()
@@ -101,6 +105,7 @@ def test_a_busy_machine_is_a_warning(monkeypatch):
     assert machine.busy() is None
 
 
+@pytest.mark.slow
 def test_a_machine_where_everything_is_missing(tools, monkeypatch):
     def nothing(*args, **kwargs):
         raise FileNotFoundError
@@ -428,6 +433,7 @@ def test_half_removed_metadata_does_not_stop_the_report(tmp_path):
     assert [item.project for item in found.distributions] == [installs.UNKNOWN]
 
 
+@pytest.mark.slow
 def test_the_findings_are_drawn(tmp_path):
     clone = _package(tmp_path / "clone", "multi_tensor_apply/__init__.py")
     site = _metadata(tmp_path / "site", "0.1", "Summary: PyTorch Extensions written by NVIDIA")

@@ -40,6 +40,7 @@ OFTEN = {(3, 599), (5, 100), (10, 10_000), (30, 599)}  # each value in one pair 
         for size, sd in ((599, 0.3), (100, 1.0), (10_000, 0.1))
     ],
 )
+@pytest.mark.slow
 def test_a_loss_of_the_margin_is_called_fine_on_at_most_5_percent_of_pages(seeds, size, sd, capsys):
     draw = np.random.default_rng([seeds, size])
     margin = max(0.5, 300 / size)

@@ -96,6 +96,7 @@ def found(monkeypatch):
 
 
 @NEEDS_TRITON
+@pytest.mark.slow
 def test_it_compiles_in_spite_of_the_interpreter():
     done = _apex("--json", "--kernel", "segment_sums", TRITON_INTERPRET="1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -106,6 +107,7 @@ def test_it_compiles_in_spite_of_the_interpreter():
 
 
 @NEEDS_TRITON
+@pytest.mark.slow
 def test_what_is_unknown_gets_one_line_and_2():
     cases = {
         ("--target", "sm90"): "sm90: unknown target; use sm_80, sm_90, sm_100, gfx942 or",

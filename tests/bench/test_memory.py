@@ -71,6 +71,7 @@ def test_a_device_that_nobody_can_watch_has_no_measurement():
     assert memory.peak_bytes(lambda: _bytes(10, "meta"), torch.device("meta")) is None
 
 
+@pytest.mark.slow
 def test_nothing_is_said_and_the_environment_is_left_alone():
     code = """
 import os, torch

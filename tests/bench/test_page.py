@@ -119,6 +119,7 @@ def test_no_table_has_more_columns_than_fit(text):
         assert table.count("<th ") <= page.MAIN + 3
 
 
+@pytest.mark.slow
 def test_with_one_batch_size_speed_and_time_are_not_there_twice(tmp_path):
     text = _write(made.report(), tmp_path)
     assert re.findall(r'<figure id="plot-([\w-]+)"', text) == ["overview", "loss", "scale"]
@@ -141,6 +142,7 @@ def test_the_raw_results_are_in_it_to_the_last_bit(text, tmp_path):
     assert repr(results.read(tmp_path / "results.json")) == repr(made.troubled())  # nan != nan
 
 
+@pytest.mark.slow
 def test_hostile_names_and_errors_are_only_text(tmp_path):
     cells = [made.cell(level, task=HOSTILE) for level in ("O0", "O1", "O4")]
     runs = [made.run(cells[0]), made.run(cells[1], status="failed", error=f"ValueError: {HOSTILE}")]
@@ -155,6 +157,7 @@ def test_hostile_names_and_errors_are_only_text(tmp_path):
     assert json.loads(raw)["plan"][0]["task"] == HOSTILE
 
 
+@pytest.mark.slow
 def test_incomplete_and_quick_are_marked_once_at_the_top(tmp_path):
     cells = [made.cell(level, quick=True) for level in ("O0", "O4")]
     busy = "busy machine (load 3.0 on 2 cores): do not trust the times"
@@ -167,6 +170,7 @@ def test_incomplete_and_quick_are_marked_once_at_the_top(tmp_path):
 
 
 @pytest.mark.parametrize("runs", [0, 1])
+@pytest.mark.slow
 def test_a_page_of_almost_nothing(runs, tmp_path):
     cells = [made.cell("O4"), made.cell("O5")]
     text = _write(made.report(cells, [made.run(cell) for cell in cells[:runs]]), tmp_path)

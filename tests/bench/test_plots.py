@@ -47,6 +47,7 @@ OFTEN = ("several batch sizes, with trouble", "GPU, tasks, TF32", "not finite", 
     "world",
     [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in WORLDS],
 )
+@pytest.mark.slow
 def test_every_plot_with_numbers_is_drawn_and_not_blank(world, tmp_path):
     make, expected = WORLDS[world]
     of = make()
@@ -66,6 +67,7 @@ def test_every_plot_with_numbers_is_drawn_and_not_blank(world, tmp_path):
         assert "Machine" not in plot.wide  # the page says it once
 
 
+@pytest.mark.slow
 def test_a_file_that_leaves_the_page_says_that_the_run_was_quick(tmp_path):
     cells = [made.cell(level, quick=True) for level in ("O0", "O4")]
     of = made.report(cells, [made.run(cells[0])])
@@ -186,6 +188,7 @@ def test_ticks_are_numbers_that_a_person_reads(ends):
     assert len(found) <= 7
 
 
+@pytest.mark.slow
 def test_names_of_tasks_cannot_break_a_plot(tmp_path):
     cells = [made.cell(level, task="$x_{$</text><script>\x01 名") for level in ("O0", "O4")]
     of = made.report(cells)
@@ -202,6 +205,7 @@ def test_every_level_has_a_style_of_its_own():
     assert figures.style("O4 TF32 on", {"O4 TF32 on"}) == figures.style("O4")
 
 
+@pytest.mark.slow
 def test_plots_leave_pyplot_alone(tmp_path):
     had_pyplot = "matplotlib.pyplot" in sys.modules
     plots.draw(_one(), [], tmp_path)

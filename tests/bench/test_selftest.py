@@ -139,6 +139,7 @@ def _plant(monkeypatch, tmp_path, kernel, was, becomes):
     monkeypatch.setattr(module, kernel, getattr(planted, kernel))
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch, capsys):
     _plant(monkeypatch, tmp_path, "adagrad", "total * total", "grad * grad")
     assert _selftest(tmp_path / "f.json", "--only", "Adagrad, bf16") == 1
@@ -156,6 +157,7 @@ def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch, capsys):
         assert "WRONG  optimizers: FusedAdagrad, bf16 (kernels): weights, step 1: " in text
 
 
+@pytest.mark.slow
 def test_a_check_that_raises_is_a_failed_check_and_not_the_end(tmp_path, monkeypatch, capsys):
     names = {op.name: op for op in ops.CHECKED}
     failing = dataclasses.replace(names["cross_entropy"], ours=_raising, dtypes=("fp32",))
@@ -222,6 +224,7 @@ def test_checks_for_a_gpu(check, stand_ins):
     [lambda work: lambda: None, lambda work: lambda: (work(), work())],
     ids=["none", "twice"],
 )
+@pytest.mark.slow
 def test_replays_that_do_something_else_are_wrong(replay, stand_ins, monkeypatch):
     honest = gpu.captured
     monkeypatch.setattr(gpu, "captured", lambda work, device: replay(honest(work, device)))

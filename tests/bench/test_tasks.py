@@ -134,6 +134,7 @@ def test_the_levels_are_what_they_are_called(tasks):
     assert _trained(task, "native-fp16", steps=1)[1] == [65536.0]
 
 
+@pytest.mark.slow
 def test_the_loss_scale_falls_and_grows_again(tasks):
     task = complete(_load(tasks, "seq2seq"))
     assert task.growth_interval == 100

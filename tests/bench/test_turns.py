@@ -77,6 +77,7 @@ def by_itself(task, level, seed, epochs):
 
 
 @pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.slow
 def test_losses_are_those_of_the_level_alone_with_dropout_to_the_last_bit(seed, monkeypatch):
     monkeypatch.setattr(turns, "TURN_MS", 0.0)  # else a fast task has one long turn
     task, levels = Dropping(), list(LEVELS)[:-1]
@@ -89,6 +90,7 @@ def test_losses_are_those_of_the_level_alone_with_dropout_to_the_last_bit(seed, 
     assert other.losses != together[0].losses
 
 
+@pytest.mark.slow
 def test_torchs_own_levels_and_o0_run_without_amps_kernels():
     seen = {}
 
@@ -341,6 +343,7 @@ def test_a_budget_stops_slow_levels_and_says_why(monkeypatch):
 
 
 @pytest.mark.parametrize("budget_s", [200.0, 500.0])
+@pytest.mark.slow
 def test_a_budget_is_kept_in_the_first_epoch_of_a_loader_without_a_length(monkeypatch, budget_s):
     class Long(user_task.Regression):
         def loader(self, batch_size, seed):
@@ -354,6 +357,7 @@ def test_a_budget_is_kept_in_the_first_epoch_of_a_loader_without_a_length(monkey
     assert len(runs[0].losses) == len(runs[1].losses) < runs[0].planned_steps == 400
 
 
+@pytest.mark.slow
 def test_a_budget_cuts_all_to_the_same_number_of_steps(monkeypatch):
     clock = Clock(monkeypatch, {"O0": 1.0, "O4": 0.8})
     first, other = train(user_task.Regression(), ["O0", "O4"], epochs=100, budget_s=300.0)
@@ -485,6 +489,7 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize(("epochs", "status"), [(12, "ok"), (70, "failed")])
+@pytest.mark.slow
 def test_compiled_levels_do_not_fall_back_in_silence(monkeypatch, epochs, status):
     """Past Dynamo's limit of 8 compilations all is compiled, past our own the level fails."""
     compiled = []

@@ -67,6 +67,7 @@ def _wheel_stays(monkeypatch):
 
 
 @pytest.mark.usefixtures("_wheel_stays")
+@pytest.mark.slow
 def test_checks_see_the_wheel_and_not_the_tree(toy, wheel, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(runner.ROOT / "src"))
     checks = (
@@ -94,6 +95,7 @@ def test_checks_see_the_wheel_and_not_the_tree(toy, wheel, monkeypatch):
     ids=["fails", "skips", "does not import", "has no checks"],
 )
 @pytest.mark.usefixtures("_wheel_stays")
+@pytest.mark.slow
 def test_anything_but_passed_fails_and_is_shown(toy, wheel, checks, said):
     result = run(toy, wheel, checks)
     assert not result.passed
@@ -102,6 +104,7 @@ def test_anything_but_passed_fails_and_is_shown(toy, wheel, checks, said):
 
 
 @pytest.mark.usefixtures("_wheel_stays")
+@pytest.mark.slow
 def test_checks_that_hang_are_stopped(toy, wheel):
     checks = "import time\ndef test_a():\n    time.sleep(600)\n"
     result = run(toy, wheel, checks, seconds=3)

@@ -173,6 +173,7 @@ def test_parameters_are_gathered_during_the_forward(four):
 
 
 @pytest.mark.parametrize("compiled", ["", "model", "function"])
+@pytest.mark.slow
 def test_readers_of_parameters_of_other_modules_wait(four, compiled):
     assert four.run(functools.partial(programs.attention, compiled)) == [True] * 4
 
@@ -355,6 +356,7 @@ def test_states_that_do_not_fit(four):
                 raise AssertionError(text)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others(tmp_path):
     context, store = processes(), str(tmp_path / "store")
     here, there = context.Pipe()

@@ -142,6 +142,7 @@ def test_masked_logits(path):
 
 
 @pytest.mark.parametrize(("target", "said"), [(6, "6"), (-3, "-3")])
+@pytest.mark.slow
 def test_a_target_out_of_range(target, said):
     """An error on a CPU; nan where the host would have to wait for the targets to know."""
     x, targets, total = data()

@@ -163,6 +163,7 @@ def _peak(call, *tensors):
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16], ids=str
 )
 @pytest.mark.parametrize(("rows", "classes", "part"), [(4096, 2**12, 7), (512, 2**14, 2.5)])
+@pytest.mark.slow
 def test_peak_memory(rows, classes, part, reduction, dtype):
     """A seventh of what the plain program needs; below 1,024 rows all logits are there, once."""
     x, weight, _, targets = _data(rows, 32, classes, dtype, bias=False)
@@ -293,6 +294,7 @@ def test_evaluation_has_the_bits_of_training(reduction):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # opcheck of torch 2.14
+@pytest.mark.slow
 def test_operations_are_registered_in_full():
     x, weight, bias, targets = _data(5, 4, 6, torch.float32)
     plain, lse, nothing = [t.detach() for t in (x, weight, bias)], torch.rand(5), [False] * 3

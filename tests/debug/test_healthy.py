@@ -1,5 +1,6 @@
 """No alarm in 2,000 healthy steps of programs that have infinities, skips or nothing in them."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -182,6 +183,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 def test_no_alarm(capsys):
     torch.manual_seed(0)
     each = -(-STEPS // len(PROGRAMS))

@@ -46,6 +46,7 @@ def test_float16_on_shards(ranks):
     assert there.cause == "rank"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(ranks, monkeypatch):
     """The other one says so, instead of waiting for ever; a replica is replayed without it."""
     for wrapper, cause in (("ddp", "model"), ("fsdp", "unrepeatable")):

@@ -144,6 +144,7 @@ BIG = torch.ones(400_000, 8)  # 13 MB
 BIG[200_000] = 0
 
 
+@pytest.mark.slow
 def test_large_inputs_are_cropped(tmp_path):
     report = once(lambda x: x[:1] * 0 + 1 / BIG)
     assert report.operation == "aten.reciprocal.default"
@@ -193,6 +194,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 # -- the script ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_script_runs_without_apex(tmp_path):
     """One process for several files."""
     reports = [

@@ -62,6 +62,7 @@ def gradients_of_a_step(run):
 
 
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.exhaustive), "O2"])
+@pytest.mark.slow
 def test_it_learns_and_goes_on_bit_for_bit(level, capsys):
     """Three epochs of 40 steps, killed in the second one.
 

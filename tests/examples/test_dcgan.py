@@ -36,6 +36,7 @@ def read(path):
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.slow
 def test_it_learns(capsys, tmp_path):
     main_amp.main(LEARNING.split())
     lines = capsys.readouterr().out.splitlines()
@@ -54,6 +55,7 @@ def test_it_learns(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.slow
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(few, tmp_path, level):
     words = f"{TINY} --opt_level {level}"
     main_amp.main(f"{words} --niter 2 --outf straight".split())
@@ -160,6 +162,7 @@ def test_sizes(size):
     assert main_amp.discriminator(size, 2)(made).shape == (3,)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_resumed(few, tmp_path):
     words = f"{TINY} --niter 1 --opt_level O0"
     main_amp.main(words.split())

@@ -237,6 +237,7 @@ def test_each_epoch_has_another_order(monkeypatch):
 
 
 @pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.slow
 def test_a_profile_ends_the_run(first, capsys):
     """Ten steps from ``first`` on, of which there are twelve in all."""
     assert run(f"{TINY} --opt-level O0 --epochs 4 --prof {first}")

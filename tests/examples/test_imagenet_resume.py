@@ -188,6 +188,7 @@ def straight_pair(pair, tmp_path_factory):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_rank_0_speaks_for_both(straight_pair):
     _, out, silence = straight_pair
     assert not [line for line in silence if line.startswith(("Epoch", "Test", " *", "=>"))]
@@ -197,6 +198,7 @@ def test_rank_0_speaks_for_both(straight_pair):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("moment", [("main_amp.learning_rate", 3), ("main_amp.learning_rate", 6)])
+@pytest.mark.slow
 def test_two_killed_processes_go_on_bit_for_bit(pair, straight_pair, moment, tmp_path):
     assert [finished for _, finished in pair(PAIR, tmp_path, moment)] == [False, False]
     assert read(LATEST)["images_done"] == 20

@@ -63,6 +63,7 @@ def accuracy(text):
     return float(re.search(LINES + "$", text)[1])
 
 
+@pytest.mark.slow
 def test_one_device():
     [(code, out, errors)] = run(["mnist.py", *TINY, "400"])
     assert (code, errors) == (0, "")
@@ -75,6 +76,7 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_mixed_precision_on_two_processes():
     """Rank 0 evaluates alone."""
     [(code, out, _)] = run([*LAUNCHER, *MIXED])
@@ -94,6 +96,7 @@ def test_it_is_the_same_training_if_torchrun_starts_the_processes():
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_machines():
     """Only rank 0 writes. test_who_starts_what has machines of several processes."""
     words = ["mnist-distributed.py", *TINY, "800", "-n", "2", "-g", "1", "-nr"]

@@ -41,6 +41,7 @@ def random_actions(states):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.slow
 def test_it_learns(example, level, tmp_path, capsys):
     envs = example.Environments(8, seed=0)
     envs.rollout(500, random_actions)
@@ -56,6 +57,7 @@ def test_it_learns(example, level, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_run(example):
     args = example.parse(["--max-steps", "1000"])
     runs = [

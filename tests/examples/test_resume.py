@@ -163,6 +163,7 @@ def test_killed_at_a_moment_and_resumed(run, untouched, moment, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.slow
 def test_killed_again_and_again(run, untouched, level, tmp_path):
     """Each life ends at its 9,000th event, whatever that is, or at its second save."""
     path = tmp_path / "checkpoint.pt"

@@ -271,6 +271,7 @@ def test_steps_of_the_regression(run):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_t5_ddp_without_amp():
     """As its docstring says: two processes by the launcher; rank 0 prints one line."""
     words = ["-m", "apex.parallel.multiproc", "--world-size", "2", "t5_ddp_without_amp.py"]

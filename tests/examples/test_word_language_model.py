@@ -95,6 +95,7 @@ CASES = [*(("O2 --tied", epoch) for epoch in KILLED), ("fp16_optimizer", 4)]
 
 
 @pytest.mark.parametrize(("precision", "epoch"), [*CASES, ("O1", 5), ("O5", 4)])
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(run, modules, precision, epoch, monkeypatch):
     """The third of five epochs makes no progress: nothing is saved, the rate is lowered."""
     main, words = modules["main"], f"--epochs 5 --precision {precision}"

@@ -186,6 +186,7 @@ def test_the_first_gradient_of_a_float32_parameter_that_comes_later(how):
     assert_equal(grads, expected_grads(model, 1)[2:4])
 
 
+@pytest.mark.slow
 def test_a_deleted_optimizer_leaves_no_hooks():
     model, optimizer = start()
     optimizer.backward(loss_of(model))

@@ -87,6 +87,7 @@ def _sampled(names, sample):
 
 
 @pytest.mark.parametrize("name", _sampled([*CHECKS], SAMPLE))
+@pytest.mark.slow
 def test_results_are_within_the_tolerances_of_the_self_test(name):
     _assert_right(name, False)
 
@@ -94,6 +95,7 @@ def test_results_are_within_the_tolerances_of_the_self_test(name):
 @pytest.mark.parametrize(
     "name", _sampled([name for name in CHECKS if name.startswith("optimizers")], ODD_SAMPLE)
 )
+@pytest.mark.slow
 def test_steps_taken_and_skipped_over_unaligned_and_strided_members(name):
     _assert_right(name, True)
 
@@ -112,6 +114,7 @@ def _assert_right(name, misplaced):
 
 
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.exhaustive), "O2", "O5"])
+@pytest.mark.slow
 def test_a_training_that_launches_every_kernel_has_the_losses_of_the_definition(level):
     found, wanted, launched = call(tasks.trained, level)
     assert_same_training(found, wanted, LEVELS[level])
@@ -158,6 +161,7 @@ def test_sectors_that_are_moved_are_those_that_are_needed(name, dtype, read, wri
         ),
     ],
 )
+@pytest.mark.slow
 def test_rows_of_a_multiple_of_8_are_moved_as_those_of_a_multiple_of_16(name):
     """1,000 columns take at most 1.08 times what 1,024 do: rows of 2,000 bytes share sectors."""
     few, many = (
@@ -167,6 +171,7 @@ def test_rows_of_a_multiple_of_8_are_moved_as_those_of_a_multiple_of_16(name):
     assert many <= few <= 1.08 * many
 
 
+@pytest.mark.slow
 def test_a_tail_runs_once_and_unaligned_tensors_are_read_in_narrow_pieces():
     """Tiles of 1,024: a chunk has 8, of which a block runs each; a tail of 9 numbers has one."""
     counters = call(tasks.counted, "FusedAdam", (8201, 1), "fp32")

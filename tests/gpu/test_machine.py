@@ -195,6 +195,7 @@ def test_bounds_are_those_of_a_tensor_and_not_of_its_storage():
         )
 
 
+@pytest.mark.slow
 def test_counters():
     """64 threads read 256 bytes once in order, and with a stride of 32 bytes; banks by 8 words."""
     counters = Counters()

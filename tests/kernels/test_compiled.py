@@ -16,6 +16,8 @@ import triton
 import apex
 from apex.kernels.inspect import finding
 
+pytestmark = pytest.mark.slow  # 240 kernels are compiled, once for all processes of the suite
+
 PLANTED = pathlib.Path(__file__).with_name("planted.py")
 SOURCE = pathlib.Path(apex.__file__).parent.parent
 EVERY = ("sm_80", "sm_90", "sm_100", "gfx942")

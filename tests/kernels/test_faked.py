@@ -17,6 +17,8 @@ if sys.platform != "linux":
 
 from tests.kernels import faked as program
 
+pytestmark = pytest.mark.slow  # kernels of 124 operations are compiled, once for all processes
+
 PROGRAM = pathlib.Path(__file__).with_name("faked.py")
 ROOT = PROGRAM.parents[2]
 

@@ -46,6 +46,7 @@ def _above(found, budgets):
     return {case: number for case, number in found.items() if number > MORE * budgets.get(case, 0)}
 
 
+@pytest.mark.slow
 def test_no_case_has_more_instructions_than_its_budget(hopper):
     """A new case has none: write the file anew, and look at what changed."""
     found = _sums(hopper)
@@ -54,6 +55,7 @@ def test_no_case_has_more_instructions_than_its_budget(hopper):
     assert _above(found, json.loads(BUDGETS.read_text()) | others) == {}
 
 
+@pytest.mark.slow
 def test_a_fifth_more_instructions_is_seen(planted):
     names = ("sound row", "row with a fifth more")
     sound, more = (planted[name]["instructions"] for name in names)

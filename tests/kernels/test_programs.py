@@ -54,6 +54,7 @@ def test_the_order_of_programs_changes_nothing_and_none_race(name):
     assert all(map(torch.equal, expected, written))
 
 
+@pytest.mark.slow
 def test_every_kernel_was_launched_by_several_programs():
     """Those of all `cases()`, with every function that is compiled into them."""
     most = collections.Counter()

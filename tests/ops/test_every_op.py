@@ -297,6 +297,7 @@ def test_opcheck(case, path):
 
 
 @compiled_path
+@pytest.mark.slow
 def test_compiles_to_one_operator_or_to_what_the_compiler_fuses(case, path):
     if case.op is group_norm.OP and path != "triton" and not IS_2_13:
         pytest.skip("torch 2.9 fails on its own group_norm's gradient with symbolic channels")

@@ -279,6 +279,7 @@ def test_traced(last, act):
 
 
 @NEEDS_TRITON
+@pytest.mark.slow
 def test_many_programs_for_one_image(monkeypatch):
     """Partial sums of several tiles and several programs, the last of each smaller."""
     from apex.kernels import group_norm as kernels

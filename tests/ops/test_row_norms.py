@@ -308,6 +308,7 @@ def test_weights_of_zero(name, path):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(("name", "columns"), [("layer", 600), ("rms", 500)])
+@pytest.mark.slow
 def test_more_programs_than_the_second_stage_adds_at_a_time(name, columns, monkeypatch):
     from apex.kernels import row_norms as kernels
 

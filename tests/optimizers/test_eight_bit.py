@@ -397,6 +397,7 @@ def loss_of(seed, state, make):
     ],
     ids=["FusedAdam", "FusedLion", "FusedMuon"],
 )
+@pytest.mark.slow
 def test_a_language_model_learns_as_with_float32(make):
     seeds = range(3)
     plain = torch.tensor([loss_of(seed, "plain", make) for seed in seeds])

@@ -277,6 +277,7 @@ def assert_unbiased(drawn, exact):
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased(path, sign):
     param = torch.nn.Parameter(torch.full((100_000,), sign, dtype=torch.bfloat16))
     optimizer = FusedAdam([param], lr=0.0005, storage="stochastic")

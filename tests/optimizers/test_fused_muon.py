@@ -431,6 +431,7 @@ def test_training_on_parts_of_a_batch(four, kind, dtype):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
+@pytest.mark.slow
 def test_sharded_checkpoints_resume(four, kind, tmp_path):
     job = functools.partial(programs.resumed, kind=kind, folder=str(tmp_path))
     for different, placed, keys in four.run(job):
@@ -440,6 +441,7 @@ def test_sharded_checkpoints_resume(four, kind, tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_what_cannot_be_collected_is_refused(four):
     for placements, meshes, partitioned in four.run(programs.refused):
         assert "has placements (Partial(sum),) or is on a mesh without" in placements

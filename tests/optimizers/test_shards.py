@@ -43,6 +43,7 @@ def assert_close(pairs):
 
 
 @pytest.mark.parametrize("name", programs.WITHOUT_NORMS)
+@pytest.mark.slow
 def test_shards_are_stepped_as_whole_tensors(ranks, name):
     """By the definition, bit for bit; torch's CPU kernels round the last elements otherwise."""
     for answer in ranks.run(call(programs.stepped, name, "reference", [*PLACED])):
@@ -67,6 +68,7 @@ def test_norms_are_those_of_whole_tensors(ranks, name):
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+@pytest.mark.slow
 def test_kernels(ranks, name):
     for answer in ranks.run(call(programs.stepped, name, "triton", ["two ranks"])):
         for _, pairs in answer.values():
@@ -180,10 +182,12 @@ def _joined(states):
     return states.values()
 
 
+@pytest.mark.slow
 def test_checkpoints_fit_any_number_of_ranks(ranks, tmp_path):
     _assert_saved(ranks, USUAL, ["two ranks", "rows"], str(tmp_path))
 
 
+@pytest.mark.slow
 def test_checkpoints_fit_other_placements(ranks, tmp_path):
     _assert_saved(ranks, ELSEWHERE, ["HSDP", "columns", "rows and columns"], str(tmp_path))
 

@@ -92,6 +92,7 @@ def test_a_graph_keeps_what_it_reads_until_that_is_released(built, cache, monkey
     assert [entry() for entry in captured] == [None] * 4
 
 
+@pytest.mark.slow
 def test_many_groups_upload_once(built, cache):
     """Layer-wise decay: 65 groups of one tensor, four columns and a layout each."""
     params = parameters(shapes=[(8,)] * 65)

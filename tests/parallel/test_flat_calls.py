@@ -66,6 +66,7 @@ def nothing_to_reduce(rank):
 
 
 @pytest.mark.parametrize("program", [collectives, reduced_when_asked])
+@pytest.mark.slow
 def test_ranks_are_equal(ranks, program):
     first, second = ranks.run(program)
     assert all(map(torch.equal, first, second))

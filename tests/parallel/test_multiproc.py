@@ -120,6 +120,7 @@ def test_a_script_of_2018(folder):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_script_that_meets_at_an_address_of_its_own(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,6 +130,7 @@ def test_a_script_that_meets_at_an_address_of_its_own(folder):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_script_that_declares_only_local_rank(folder):
     """The number of processes may stand behind its name; it is no argument of the script."""
     code, shown, errors = run(folder, "with_local_rank.py", "--world-size", "2")
@@ -137,6 +139,7 @@ def test_a_script_that_declares_only_local_rank(folder):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_script_that_reads_the_environment(folder):
     code, shown, errors = run(folder, "--world-size", "2", "of_today.py", "--name", "a b")
     assert code == 128 + signal.SIGKILL
@@ -146,6 +149,7 @@ def test_a_script_that_reads_the_environment(folder):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there is no exec")
+@pytest.mark.slow
 def test_a_process_that_srun_started(folder):
     """The script takes the place of the launcher; it has torchrun's variables."""
     code, shown, errors = run(folder, "of_today.py", **SRUN)

@@ -195,6 +195,7 @@ def test_training_with_amp(pair, level, dtype):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_compiled_in_two_processes(pair):
     """In one graph, whose collectives are torch.compile's own."""
     for compiled, eager in pair.run(ranks.compiled):

@@ -43,6 +43,7 @@ def _compared(arguments, rank):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("arguments", [[], ["--sequence-parallel"]])
+@pytest.mark.slow
 def test_two_ranks_are_one_process(four, arguments):
     losses = four.run(functools.partial(_compared, arguments))
     assert losses[0][2] < losses[0][0]
