@@ -9,6 +9,7 @@ import torch
 
 from apex import amp
 from apex.amp.gradients import ledger as ledgers
+from tests.amp.levels import start
 from tests.amp.training import (
     MASTERED,
     batches,
@@ -18,6 +19,7 @@ from tests.amp.training import (
     initialized,
     row,
     same,
+    scaled_backward,
     step,
     value,
 )
@@ -126,3 +128,13 @@ def test_zeros_in_one_of_two_gradients_drop_nothing(both):
     step(model, optimizer)
     assert layers[0].weight.tolist() == [[-1.0, -1.0], [-1.0, -1.0]]
     assert layers[1].weight.tolist() == [[-3.0, -3.0]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_goes_with_the_gradients_that_zero_grad_zeroes(level):
+    model, optimizer = start(level, torch.nn.Linear(2, 2))
+    for number in (math.inf, 1.0):
+        optimizer.zero_grad(set_to_none=False)
+        scaled_backward(model(torch.full((1, 2), number)).float().mean(), optimizer)
+    optimizer.step()
+    assert amp.stepped(optimizer)
