@@ -111,7 +111,9 @@ class MasterTable:
         with self._lock:
             master: Master | None = self._masters.get(weight)
             if master is None:
-                tensor = value.detach().requires_grad_(weight.requires_grad)
+                with torch.inference_mode(False):  # where a validation may save the model
+                    kept = value.clone() if value.is_inference() else value.detach()
+                    tensor = kept.requires_grad_(weight.requires_grad)
                 master = self._masters[weight] = Master(tensor, is_stepped=is_stepped)
                 self._weights[tensor] = TensorWeakRef(weight)
                 self.changes += 1

@@ -37,6 +37,8 @@ class ShowFloat32:
 
 def _entry(weight: torch.Tensor) -> torch.Tensor:
     """The float32 value of ``weight`` that amp keeps; a copy where it is not known."""
+    if weight.is_inference():  # nobody can tell when it is written
+        return weight.detach().float()
     master = table.get(weight)
     if master is not None:
         Pairs([(weight, master)]).reconcile()
