@@ -230,6 +230,7 @@ def init(
     handle = AmpHandle(loss_scale, bool(enable_caching), bool(verbose))
     with lock:
         handle.make_casts(torch.float16, allow_banned=bool(allow_banned))
+        rules.add_registrations(state.alive(), rules.registered())
     handle.activate(state.device_types()[-1:])
     cpu_float16.begin(torch.float16, state.device_types()[-1:])
     _DECORATOR_HANDLE = handle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,15 @@ def check_groups(
                     "float32 master. Pass each weight once."
                 )
             seen.add(id(weight))
+
+
+def refuse_inference_mode() -> None:
+    """Raise under ``torch.inference_mode``: what ``initialize`` makes is to be trained."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "amp.initialize was called under torch.inference_mode(), where no weight or master can "
+            "be made that trains. Call it before that block."
+        )
 
 
 def refuse_unfused(optimizers: Sequence[Any]) -> None:
@@ -296,3 +305,16 @@ def refuse_sharded(
                 f"{dtype}, reduce_dtype=torch.float32)), then "
                 f'amp.initialize(model, optimizer, opt_level="O0"{scale}).'
             )
+
+
+def refuse_other_state(user: str, given: Any) -> None:
+    """Raise ``ValueError`` unless ``given``, a GradScaler's state, is a dict and not amp's."""
+    right = "it must be the dict that GradScaler.state_dict() returned"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{user} was given a {type(given).__name__}; {right}.")
+    if "loss_scaler0" in given:
+        raise ValueError(
+            f"{user} was given what amp.state_dict() returned; {right}. To go on with the scale of "
+            "amp, pass {**scaler.state_dict(), 'scale': saved['loss_scaler0']['loss_scale'], "
+            "'_growth_tracker': saved['loss_scaler0']['unskipped']}."
+        )
