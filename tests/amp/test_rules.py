@@ -2,6 +2,7 @@
 
 import copy
 import types
+import typing
 
 import pytest
 import torch
@@ -168,6 +169,29 @@ def test_containers_of_arguments():
     assert mapping["x"].dtype == torch.float32
     assert sparse.dtype == torch.float16
     assert others == ["text", None, other, len]
+
+
+def test_lists_and_tuples_of_arguments_keep_class_and_attributes():
+    class Rows(list):
+        def __init__(self, first, second):
+            super().__init__([first, second])
+            self.size = 2
+
+    class Fixed(tuple):
+        def __new__(cls, first, second):
+            return super().__new__(cls, (first, second))
+
+    class Named(typing.NamedTuple):
+        x: torch.Tensor
+        number: int
+
+    start()
+    given = [kind(torch.ones(2), 1) for kind in (Rows, Fixed, Named)]
+    rows, *others = amp.half_function(lambda *args: args)(*given)
+    for value, got in zip(given, (rows, *others), strict=True):
+        assert type(got) is type(value)
+        assert (got[0].dtype, got[1], value[0].dtype) == (torch.float16, 1, torch.float32)
+    assert rows.size == 2
 
 
 # -- decorators -----------------------------------------------------------------------------------

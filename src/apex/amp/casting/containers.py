@@ -40,6 +40,15 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
     return Walker(fn)(value)
 
 
+def with_items(value: Any, items: list[Any]) -> Any:
+    """A list or tuple of the class of ``value``, with its attributes and other items."""
+    result = _made(tuple if isinstance(value, tuple) else list, value, items)
+    own = None if type(value) in _TRACED else _attributes(value)[0]
+    if own:
+        object.__setattr__(result, "__dict__", dict(own))
+    return result
+
+
 class Walker:
     """Applies ``fn`` as :func:`applier` does.
 
