@@ -93,6 +93,19 @@ def test_a_buffer_made_there_has_a_copy_as_its_entry(level):
     assert (model.scale.dtype, model.scale.tolist()) == (torch.float32, [3.0] * 4)
 
 
+@pytest.mark.parametrize("level", MODEL)
+def test_a_buffer_made_there_before_initialize(level):
+    """Its data is replaced by data of 16 bits, which hides where it was made."""
+    model = Adapted()
+    with torch.inference_mode():
+        model.scale = torch.full((4,), 2.0)
+    cast(level, model)
+    for _ in range(2):
+        assert model.scale.dtype == MODEL[level]
+        saved = model.state_dict()["scale"]
+        assert (saved.dtype, saved.tolist()) == (torch.float32, [2.0] * 4)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_deepcopy_made_there(level):
     model, optimizer = start(level)
@@ -107,6 +120,8 @@ def test_a_deepcopy_made_there(level):
     step(model, optimizer)
     amp.initialize(best, enabled=False)
     assert {p.dtype for p in best.parameters()} == {torch.float32}
+    with pytest.raises(RuntimeError, match="was made in torch.inference_mode"):
+        amp.initialize(best, torch.optim.SGD(best.parameters(), lr=0.1), opt_level=level)
 
 
 @pytest.mark.parametrize("level", ["O0", *MODEL])

@@ -185,6 +185,7 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Switch on O1's function casts for all that this thread runs, without a model.
 
+    Functions that were registered since an ``initialize`` at O1 or O4 are cast in its models, too.
     A second call replaces the casts of the first, its registrations too; handles of earlier calls
     go on scaling losses. Positional arguments may also be those of 2018, which had no
     ``loss_scale``: ``init(enabled, enable_caching, verbose, allow_banned)``. A second argument that

@@ -13,7 +13,7 @@ from apex.amp import _speech
 from apex.amp._amp_state import _amp_state, warn_or_err
 from apex.amp.casting import models as modules
 from apex.amp.gradients import distributed
-from apex.amp.gradients.masters import table
+from apex.amp.gradients.masters import has_version, table
 from apex.amp.policy import HALF_TYPES, Properties, opt_levels
 
 _SCALE_LOSSES = {
@@ -99,7 +99,7 @@ def check_groups(
                     f"{call}: 'params' in a group of the {name} was or held a "
                     f"{type(item).__name__}; a group must be a dict whose 'params' are tensors."
                 )
-            if param.is_inference():
+            if not has_version(param):
                 raise RuntimeError(
                     f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
                     "torch.inference_mode, where nothing trains. Make the model outside of it."

@@ -140,6 +140,17 @@ class MasterTable:
 table = MasterTable()
 
 
+def has_version(tensor: torch.Tensor) -> bool:
+    """Whether writes to ``tensor`` are counted: not to one made in ``torch.inference_mode``.
+
+    After ``tensor.data = ...`` its ``is_inference()`` is false, and nothing is counted all the same.
+    """
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
+
+
 def grads_to_step(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients that optimizers will step: a master's, and what it has not taken yet."""
     found: list[torch.Tensor | None] = []
