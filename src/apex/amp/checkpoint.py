@@ -51,14 +51,15 @@ def _trainings(optimizers: Any, called: str) -> list[Training]:
 
 
 def _meant(called: str) -> list[Training]:
-    """The trainings, with equal states, that a call without ``optimizers`` is about; newest last.
+    """The trainings that a call without ``optimizers`` is about; newest last.
 
-    A checkpoint has the state of one training. A model that is initialised and never trained, such
-    as a momentum encoder or a teacher, has none to save: so it is that of the trainings which had a
-    ``scale_loss``, if there are any. Warns where their states differ. A static scale is left out
-    beside dynamic ones, and nothing is loaded into it.
+    What is saved is the state of those that had a ``scale_loss``, if there are any: a model that is
+    initialised and not trained, such as a momentum encoder or a teacher, has none. If their states
+    differ, it is the newest's, with a warning. Trainings with a static scale count only where there
+    are no others: nothing is loaded into them.
 
-    It is loaded into what has not begun: into those that had no ``scale_loss``, if there are any.
+    A state is loaded into those that had no ``scale_loss`` yet; if there is none, into what would
+    be saved.
     """
     if len(alive()) > 1:
         gc.collect()  # an optimizer that went through initialize is part of a cycle
@@ -68,7 +69,7 @@ def _meant(called: str) -> list[Training]:
         return [] if newest is None else [newest]
     waiting = [one for one in trainings if not one.last_pass]
     if waiting and called == "load_state_dict":
-        if len(waiting) < len(trainings):
+        if len(waiting) < len(trainings) and waiting[-1].is_dynamic():
             warnings.warn(
                 "amp.load_state_dict: a training that had a scale_loss keeps its loss scale, as "
                 "another had none yet and was meant. Call amp.load_state_dict(..., "

@@ -143,7 +143,7 @@ table = MasterTable()
 def has_version(tensor: torch.Tensor) -> bool:
     """Whether writes to ``tensor`` are counted: not to one made in ``torch.inference_mode``.
 
-    After ``tensor.data = ...`` its ``is_inference()`` is false, and nothing is counted all the same.
+    After ``tensor.data = ...`` its ``is_inference()`` is false, and still nothing is counted.
     """
     try:
         return tensor._version >= 0
