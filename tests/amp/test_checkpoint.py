@@ -200,6 +200,15 @@ def test_a_training_with_a_static_scale_does_not_matter_either():
     assert step(*training) == 2.0
 
 
+def test_of_static_scales_the_newest_is_saved_and_none_is_loaded():
+    trainings = [start("O1", nn.Linear(2, 2), loss_scale=scale) for scale in (8.0, 16.0)]
+    step(*trainings[0])
+    amp.load_state_dict(STATE)
+    step(*trainings[1])
+    assert scale_of(amp.state_dict()) == 16.0
+    assert scales_of(*trainings) == [8.0, 16.0]
+
+
 def test_the_scalers_shown_are_those_just_made_and_then_those_in_use():
     """Programs set the scale after ``initialize``, and read it in the loop."""
     first = start("O1", nn.Linear(2, 2), init_scale=32.0)
