@@ -303,7 +303,6 @@ def _supersede(
 
 
 @torch.inference_mode(False)  # else weights that were given back could not be trained
-@torch.no_grad()
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
     listed = [model for model in models if isinstance(model, torch.nn.Module)]
