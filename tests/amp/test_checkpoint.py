@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 
 import pytest
 import torch
@@ -110,18 +111,6 @@ def test_each_training_is_saved_and_loaded_by_its_optimizers():
     assert amp.state_dict(optimizers=second) == saved[0]
 
 
-def test_without_optimizers_it_is_the_newest_with_a_warning_while_others_live():
-    trainings = two_trainings()
-    with pytest.warns(UserWarning, match=r"several trainings.*optimizers=\.\.\."):
-        saved = amp.state_dict()
-    assert saved["loss_scaler0"]["loss_scale"] == 64.0
-    with pytest.warns(UserWarning, match="several trainings"):
-        amp.load_state_dict(saved)
-    del trainings[0]
-    assert amp.state_dict() == saved  # the other is gone
-    amp.load_state_dict(saved)
-
-
 def of_a_handle(scale):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     return amp.init(loss_scale=scale).wrap_optimizer(optimizer)
@@ -131,33 +120,150 @@ def scale_of(state):
     return state["loss_scaler0"]["loss_scale"]
 
 
+def scales_of(*trainings):
+    return [scale_of(amp.state_dict(optimizers=optimizer)) for _, optimizer in trainings]
+
+
+def step(model, optimizer):
+    """A step, and what ``_amp_state.loss_scalers`` says in it."""
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+        shown = amp._amp_state.loss_scalers[0].loss_scale()
+    optimizer.step()
+    optimizer.zero_grad()
+    return shown
+
+
+STATE = {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}
+SEVERAL = "several trainings are alive, with different loss scales, and this is about the newest"
+
+
+def test_without_optimizers_it_is_the_newest_with_a_warning_where_scales_differ():
+    trainings = two_trainings()
+    with pytest.warns(UserWarning, match=SEVERAL + r".*optimizers=\.\.\.") as caught:
+        saved = amp.state_dict()
+    assert {warning.filename for warning in caught} == {__file__}
+    assert saved["loss_scaler0"]["loss_scale"] == 64.0
+    amp.load_state_dict(STATE)  # a script loads before it trains
+    assert scales_of(*trainings) == [2.0, 2.0]
+    assert amp.state_dict() == STATE
+    step(*trainings[0])
+    step(*trainings[1])
+    assert scale_of(amp.state_dict()) == 2.0  # equal still
+    step(*trainings[0])
+    with pytest.warns(UserWarning, match="amp.state_dict: " + SEVERAL):
+        saved = amp.state_dict()
+    with pytest.warns(UserWarning, match="amp.load_state_dict: " + SEVERAL) as caught:
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
+    assert {warning.filename for warning in caught} == {__file__}
+    assert scales_of(*trainings) == [2.0, 8.0]
+    del trainings[1]
+    assert scale_of(amp.state_dict()) == 2.0  # the other is gone
+    amp.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("second", ["encoder", "teacher"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_model_that_is_initialised_and_not_trained_does_not_matter(level, second, is_first):
+    """MoCo's momentum encoder, which has an optimizer; or a teacher, which has none."""
+
+    def begin():
+        def idle():
+            return (
+                start(level, nn.Linear(2, 2)) if second == "encoder" else cast(level, nn.Identity())
+            )
+
+        before = None if is_first else idle()
+        training = start(level, nn.Linear(2, 2))
+        return training, before, idle() if is_first else None
+
+    training, *_ = begin()
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**20  # of one of them
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 5}})
+    assert step(*training) == 32.0
+    assert step(*training) == 32.0
+    saved = amp.state_dict()
+    assert saved == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 7}}
+    amp.reset()
+    training, *_ = begin()
+    amp.load_state_dict(saved)
+    assert step(*training) == 32.0
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 8}}
+
+
+def test_a_training_with_a_static_scale_does_not_matter_either():
+    training = start("O1", nn.Linear(2, 2), init_scale=32.0)
+    _ = start("O5", nn.Linear(2, 2)), cast("O1", nn.Linear(2, 2))
+    assert scale_of(amp.state_dict()) == 32.0
+    amp.load_state_dict(STATE)
+    assert step(*training) == 2.0
+
+
+def test_of_static_scales_the_newest_is_saved_and_none_is_loaded():
+    trainings = [start("O1", nn.Linear(2, 2), loss_scale=scale) for scale in (8.0, 16.0)]
+    step(*trainings[0])
+    amp.load_state_dict(STATE)
+    step(*trainings[1])
+    assert scale_of(amp.state_dict()) == 16.0
+    assert scales_of(*trainings) == [8.0, 16.0]
+
+
+def test_the_scalers_shown_are_those_just_made_and_then_those_in_use():
+    """Programs set the scale after ``initialize``, and read it in the loop."""
+    first = start("O1", nn.Linear(2, 2), init_scale=32.0)
+    step(*first)
+    second = start("O1", nn.Linear(2, 2), init_scale=64.0)  # the next fold
+    amp._amp_state.loss_scalers[0]._loss_scale = 128.0
+    assert scales_of(first, second) == [32.0, 128.0]
+    assert step(*first) == 32.0
+    assert step(*second) == 128.0
+    amp.initialize(*second, enabled=False)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 32.0
+    del first
+    amp.reset()
+    assert not hasattr(amp._amp_state, "loss_scalers")
+
+
+def test_loading_for_the_next_fold_leaves_the_one_before_alone():
+    first = start("O1", nn.Linear(2, 2), init_scale=32.0)
+    step(*first)
+    second = start("O1", nn.Linear(2, 2), init_scale=64.0)
+    with pytest.warns(UserWarning, match="a training that had a scale_loss keeps its loss scale"):
+        amp.load_state_dict(STATE)
+    assert scales_of(first, second) == [32.0, 2.0]
+
+
+def test_the_number_of_losses_may_be_that_of_any_training_that_is_loaded():
+    _ = start("O1", nn.Linear(2, 2), num_losses=2), start("O1", nn.Linear(2, 2))
+    entry = STATE["loss_scaler0"]
+    amp.load_state_dict({"loss_scaler0": entry, "loss_scaler1": entry})
+    with pytest.warns(UserWarning, match="3 entries, while 1 loss_scalers"):
+        amp.load_state_dict({f"loss_scaler{number}": entry for number in range(3)})
+
+
 def test_a_static_handle_beside_initialize_is_passed_over():
     _ = of_a_handle(4.0), two_trainings(loss_scale=8.0)
     assert scale_of(amp.state_dict()) == 8.0
     amp.load_state_dict(amp.state_dict())
     dynamic = of_a_handle("dynamic")
-    with pytest.warns(UserWarning, match="several trainings are alive, and this is about the new"):
-        assert scale_of(amp.state_dict()) == 8.0
+    assert scale_of(amp.state_dict()) == 2.0**16
     assert scale_of(amp.state_dict(optimizers=dynamic)) == 2.0**16
 
 
-@pytest.mark.parametrize("scale", [4.0, "dynamic"])
-def test_several_trainings_without_a_newest_initialize_are_left_out_with_a_warning(scale):
-    """The newest was released, and an older one is alive beside that of a handle."""
+def test_what_is_left_when_the_newest_was_released():
+    """An older training is alive beside that of a handle."""
     (_, older), newest = two_trainings()
     amp.initialize(*newest, enabled=False)
     assert scale_of(amp.state_dict()) == 32.0  # the only one
-    wrapped = of_a_handle(scale)
-    with pytest.warns(UserWarning, match=r"several trainings are alive, and this leaves .*\(\.\."):
-        assert amp.state_dict() == {}
-    with (
-        pytest.warns(UserWarning, match="nothing was loaded.*initialize"),
-        pytest.warns(UserWarning, match="amp.load_state_dict: several trainings") as caught,
-    ):
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}})
-    assert {warning.filename for warning in caught} == {__file__}
-    assert scale_of(amp.state_dict(optimizers=older)) == 32.0
-    assert scale_of(amp.state_dict(optimizers=wrapped)) == (4.0 if scale == 4.0 else 2.0**16)
+    static = of_a_handle(4.0)
+    assert scale_of(amp.state_dict()) == 32.0
+    dynamic = of_a_handle("dynamic")
+    with pytest.warns(UserWarning, match=SEVERAL):
+        assert scale_of(amp.state_dict()) == 2.0**16
+    amp.load_state_dict(STATE)
+    found = [scale_of(amp.state_dict(optimizers=one)) for one in (older, static, dynamic)]
+    assert found == [2.0, 4.0, 2.0]
 
 
 def test_the_only_handle_that_is_left():
@@ -191,3 +297,21 @@ def test_optimizers_of_other_trainings_or_of_none_are_refused():
         amp.load_state_dict({}, optimizers=stranger)
     with pytest.raises(ValueError, match="did not go through"):
         amp.state_dict(optimizers=[])
+
+
+def test_the_scale_goes_from_amp_to_a_grad_scaler_and_back_as_their_errors_say():
+    _, optimizer = start("O1", nn.Linear(2, 2))
+    amp.load_state_dict(STATE)
+    saved, scaler = amp.state_dict(), amp.GradScaler("cpu")
+    with pytest.raises(
+        ValueError, match=r"load_state_dict was given what amp.state_dict\(\) ret"
+    ) as e:
+        scaler.load_state_dict(saved)
+    scaler.load_state_dict(eval(re.search(r"pass (\{.*\})\.", str(e.value))[1]))
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (2.0, 1)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+    saved = scaler.state_dict()
+    with pytest.raises(RuntimeError, match="Unexpected key.*It is the state of a GradScaler") as e:
+        amp.load_state_dict(saved)
+    amp.load_state_dict(eval(re.search(r"pass (\{.*\})\.", str(e.value))[1]))
+    assert amp.state_dict(optimizers=optimizer) == STATE

@@ -220,7 +220,9 @@ def test_wrong_states_are_refused():
     before = scaler.state_dict()
     for wrong, said in (
         ({}, "The source state dict is empty"),
-        ({"loss_scaler0": {"loss_scale": 2.0}}, "'scale' of a GradScaler's state was None"),
+        ({"other": 2.0}, "'scale' of a GradScaler's state was None"),
+        ({"loss_scaler0": {"loss_scale": 2.0}}, "what amp.state_dict.* pass {.*'_growth_tracker'"),
+        ([8.0], "was given a list; it must be the dict that GradScaler.state_dict"),
         ({**before, "scale": float("inf")}, "was inf; it must be a number, at least 0"),
         ({**before, "scale": 0.0}, "'scale' of a GradScaler's state was 0.0"),
         ({**before, "growth_interval": "2"}, "'growth_interval' of a GradScaler's state was '2'"),

@@ -2,6 +2,7 @@
 
 import copy
 import types
+import typing
 
 import pytest
 import torch
@@ -168,6 +169,29 @@ def test_containers_of_arguments():
     assert mapping["x"].dtype == torch.float32
     assert sparse.dtype == torch.float16
     assert others == ["text", None, other, len]
+
+
+def test_lists_and_tuples_of_arguments_keep_class_and_attributes():
+    class Rows(list):
+        def __init__(self, first, second):
+            super().__init__([first, second])
+            self.size = 2
+
+    class Fixed(tuple):
+        def __new__(cls, first, second):
+            return super().__new__(cls, (first, second))
+
+    class Named(typing.NamedTuple):
+        x: torch.Tensor
+        number: int
+
+    start()
+    given = [kind(torch.ones(2), 1) for kind in (Rows, Fixed, Named)]
+    rows, *others = amp.half_function(lambda *args: args)(*given)
+    for value, got in zip(given, (rows, *others), strict=True):
+        assert type(got) is type(value)
+        assert (got[0].dtype, got[1], value[0].dtype) == (torch.float16, 1, torch.float32)
+    assert rows.size == 2
 
 
 # -- decorators -----------------------------------------------------------------------------------
@@ -386,6 +410,62 @@ def test_a_registration_after_initialize_is_warned_of():
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     scaled_backward(loss, optimizer)
     assert torch.sigmoid(torch.ones(1).half()).dtype == torch.float32
+
+
+class Criterion(nn.Module):
+    """A model with a function that is registered by its class (espnet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.loss(self.linear(x))
+
+    def loss(self, logits):
+        self.seen = logits.dtype
+        return logits.float().sum()
+
+
+LATE = "Criterion.loss was registered after amp.initialize"
+
+
+def late_registration():
+    """A training that began before its function was registered."""
+    model, optimizer = levels.start("O1", Criterion())
+    amp.register_float_function(Criterion, "loss")
+    return model, optimizer
+
+
+def test_a_registration_after_initialize_holds_from_the_next_init_on():
+    """In the model that was there before, too."""
+    model, optimizer = late_registration()
+    with pytest.warns(UserWarning, match=LATE) as caught:
+        scaled_backward(model(torch.ones(1, 2)), optimizer)
+    assert {warning.filename for warning in caught} == {scaled_backward.__code__.co_filename}
+    assert model.seen == torch.float16
+    amp.init()
+    scaled_backward(model(torch.ones(1, 2)), optimizer)
+    assert model.seen == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_a_registration_that_only_a_later_initialize_has_seen_is_warned_of(level):
+    """O0 and O2 cast no functions, so that nothing is registered in this thread any more."""
+    model, optimizer = late_registration()
+    levels.start(level, nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=LATE):
+        scaled_backward(model(torch.ones(1, 2)), optimizer)
+    assert model.seen == torch.float16
+
+
+def test_a_registration_for_another_model_is_not_warned_of():
+    model, optimizer = levels.start("O1", nn.Linear(2, 2))
+    amp.register_float_function(Criterion, "loss")
+    other, second = levels.start("O1", Criterion())
+    for one, its in ((model, optimizer), (other, second)):
+        scaled_backward(one(torch.ones(1, 2)).sum(), its)
+    assert other.seen == torch.float32
 
 
 def test_a_custom_function_is_annotated_in_torchs_way_or_in_ours():

@@ -3,13 +3,14 @@
 Nothing in amp decides by it except its three switches (``hard_override``,
 ``allow_incoming_model_not_fp32``, ``verbosity``): each training has its own state, found from
 its optimizer or model. Programs read and write ``_amp_state.loss_scalers[0]._loss_scale``,
-``_amp_state.opt_properties`` and the like, so those are here as plain attributes.
+``_amp_state.opt_properties`` and the like, so those are here as attributes. Whose ``loss_scalers``
+are shown is said in :meth:`apex.amp.training.Training.shown_scalers`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,18 +33,23 @@ class AmpState:
         # ``import apex.amp._amp_state as m`` the names of the module are found here.
         if name in _NAMES:
             return globals()[name]
+        if name == "loss_scalers" and "training" in self.__dict__:
+            return self.training.shown_scalers()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def forget(self) -> None:
         """Drop everything a training has left here."""
         for name in ("opt_properties", "min_loss_scale", "max_loss_scale", "handle"):
             self.__dict__.pop(name, None)
-        self.forget_scalers()
+        self.show([])
 
-    def forget_scalers(self) -> None:
-        """Drop the scalers shown here, of a training that is over."""
-        for name in ("loss_scalers", "training"):
-            self.__dict__.pop(name, None)
+    def show(self, trainings: Sequence[Any]) -> None:
+        """Show the last one of ``trainings``, or none, and drop scalers that a program put here."""
+        self.__dict__.pop("loss_scalers", None)
+        if trainings:
+            self.training = trainings[-1]
+        else:
+            self.__dict__.pop("training", None)
 
 
 _amp_state = AmpState()

@@ -185,6 +185,7 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Switch on O1's function casts for all that this thread runs, without a model.
 
+    Functions that were registered since an ``initialize`` at O1 or O4 are cast in its models, too.
     A second call replaces the casts of the first, its registrations too; handles of earlier calls
     go on scaling losses. Positional arguments may also be those of 2018, which had no
     ``loss_scale``: ``init(enabled, enable_caching, verbose, allow_banned)``. A second argument that
@@ -230,6 +231,7 @@ def init(
     handle = AmpHandle(loss_scale, bool(enable_caching), bool(verbose))
     with lock:
         handle.make_casts(torch.float16, allow_banned=bool(allow_banned))
+        rules.add_registrations(state.alive(), rules.registered())
     handle.activate(state.device_types()[-1:])
     cpu_float16.begin(torch.float16, state.device_types()[-1:])
     _DECORATOR_HANDLE = handle

@@ -22,16 +22,15 @@ from typing import Any
 from apex.amp._amp_state import _amp_state
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import LossScaler
-from apex.amp.training import Training, is_disabled, managed
+from apex.amp.training import Training, alive, in_use, is_disabled, with_scale
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 
 
-def _scalers(optimizers: Any, called: str) -> list[LossScaler]:
-    """The scalers of the training of ``optimizers``; of :func:`_newest` without them."""
+def _trainings(optimizers: Any, called: str) -> list[Training]:
+    """The training of ``optimizers``; without them, see :func:`_meant`."""
     if optimizers is None:
-        newest = _newest(called)
-        return [] if newest is None else newest.loss_scalers
+        return _meant(called)
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     trainings = [None if (s := state_of(o)) is None else s.training for o in listed]
     first = trainings[0] if trainings else None
@@ -48,43 +47,54 @@ def _scalers(optimizers: Any, called: str) -> list[LossScaler]:
             f"amp.{called}: optimizers were of several initialize calls. Call it once for the "
             "optimizers of each."
         )
-    return first.loss_scalers
+    return [first]
 
 
-def _newest(called: str) -> Training | None:
-    """The training of the newest ``initialize``; without one, the only training that is alive.
+def _meant(called: str) -> list[Training]:
+    """The trainings that a call without ``optimizers`` is about; newest last.
 
-    Warns where several are alive. Those with a static scale do not count beside ``initialize``'s.
+    What is saved is the state of those that had a ``scale_loss``, if there are any: a model that is
+    initialised and not trained, such as a momentum encoder or a teacher, has none. If their states
+    differ, it is the newest's, with a warning. Trainings with a static scale count only where there
+    are no others: nothing is loaded into them.
+
+    A state is loaded into those that had no ``scale_loss`` yet; if there is none, into what would
+    be saved.
     """
-    newest: Training | None = getattr(_amp_state, "training", None)
-    allowed = 1 if newest is None else 0
-    others = _others(newest)
-    if len(others) > allowed:
+    if len(alive()) > 1:
         gc.collect()  # an optimizer that went through initialize is part of a cycle
-        others = _others(newest)
-    if len(others) > allowed:
-        does = "leaves all of them out" if newest is None else "is about the newest initialize only"
-        warnings.warn(
-            f"amp.{called}: several trainings are alive, and this {does}. Call "
-            f"amp.{called}(..., optimizers=...) for each of them.",
-            stacklevel=4,
-        )
-    elif others:  # one, without initialize: of an amp.init handle
-        return others[0]
-    return newest
+    trainings = with_scale()
+    if not trainings:
+        newest = getattr(_amp_state, "training", None)
+        return [] if newest is None else [newest]
+    waiting = [one for one in trainings if not one.last_pass]
+    if waiting and called == "load_state_dict":
+        if len(waiting) < len(trainings) and waiting[-1].is_dynamic():
+            warnings.warn(
+                "amp.load_state_dict: a training that had a scale_loss keeps its loss scale, as "
+                "another had none yet and was meant. Call amp.load_state_dict(..., "
+                "optimizers=...) for the one that you mean.",
+                stacklevel=4,
+            )
+        return waiting
+    used = in_use(trainings)
+    differ = any([_states(one) != _states(used[-1]) for one in used])
+    if not differ or not used[-1].is_dynamic():
+        return used
+    warnings.warn(
+        f"amp.{called}: several trainings are alive, with different loss scales, and this is about "
+        f"the newest of them only. Call amp.{called}(..., optimizers=...) for each of them.",
+        stacklevel=4,
+    )
+    return used[-1:]
 
 
-def _others(newest: Training | None) -> list[Training]:
-    """The trainings that are alive beside ``newest``."""
-    states = [optimizer._amp_stash for optimizer in list(managed)]
-    found = {
-        id(state.training): state.training
-        for state in states
-        if state.training is not newest
-        and not state.superseded
-        and (newest is None or state.can_skip())
-    }
-    return list(found.values())
+def _states(training: Training) -> list[dict[str, Any]]:
+    """The entries of the scalers of ``training``."""
+    return [
+        {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+        for scaler in training.loss_scalers
+    ]
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
@@ -92,10 +102,9 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
 
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
-        optimizers: One or more optimizers of the training; ``None`` means the newest
-            ``initialize`` call, or the handle of ``amp.init`` where that is the only training, with
-            a warning while others are alive. If the newest ``initialize`` call is over and several
-            are left, none of them is saved.
+        optimizers: One or more optimizers of the training. ``None`` means the training that had a
+            ``scale_loss``, of those with an optimizer and a dynamic scale. If there are several
+            (or none has had one yet) and their states differ, it is the newest, with a warning.
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
@@ -106,21 +115,23 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
     """
     if destination is None:
         destination = OrderedDict()
-    for index, scaler in enumerate(_scalers(optimizers, "state_dict")):
-        entry = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-        destination[f"loss_scaler{index}"] = entry
+    for training in _trainings(optimizers, "state_dict")[-1:]:
+        for index, entry in enumerate(_states(training)):
+            destination[f"loss_scaler{index}"] = entry
     return destination
 
 
 def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) -> None:
     """Load the scales and counts that :func:`state_dict` saved, by the number in each key.
 
-    Call it after ``initialize``. A static scaler keeps its scale. Entries for scalers that do not
-    exist are left out with a warning; before ``initialize`` that is all of them.
+    Call it after ``initialize`` and before the first ``scale_loss``. A static scaler keeps its
+    scale. Entries for scalers that do not exist are left out with a warning; before ``initialize``
+    that is all of them.
 
     Args:
         state_dict: What ``amp.state_dict`` returned, here or in NVIDIA's Apex.
-        optimizers: As for :func:`state_dict`.
+        optimizers: As for :func:`state_dict`. ``None`` means every training that has had no
+            ``scale_loss`` yet; without any, the one that :func:`state_dict` means.
 
     Raises:
         TypeError: ``state_dict`` is not a mapping.
@@ -136,32 +147,42 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
     unexpected = [key for key in state_dict if not _KEY.fullmatch(str(key))]
     if unexpected:
         names = ", ".join(f'"{key}"' for key in unexpected)
+        advice = ""
+        if "_growth_tracker" in unexpected:
+            advice = (
+                " It is the state of a GradScaler. To go on with its scale, pass {'loss_scaler0': "
+                "{'loss_scale': saved['scale'], 'unskipped': saved['_growth_tracker']}}."
+            )
         raise RuntimeError(
-            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. "
-            "Allowed are the keys that amp.state_dict() writes: loss_scaler0, loss_scaler1, ..."
+            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. Allowed "
+            f"are the keys that amp.state_dict() writes: loss_scaler0, loss_scaler1, ...{advice}"
         )
     entries = {key: _checked(key, entry) for key, entry in state_dict.items()}
-    scalers = _scalers(optimizers, "load_state_dict")
-    if entries and not scalers:
+    found = [training.loss_scalers for training in _trainings(optimizers, "load_state_dict")]
+    numbers = [len(scalers) for scalers in found]
+    if entries and not any(numbers):
         warnings.warn(
             "amp.load_state_dict: nothing was loaded, because there is no loss scale yet. Call "
             "amp.initialize (with enabled=True) first, and amp.load_state_dict afterwards.",
             stacklevel=2,
         )
-    elif len(entries) != len(scalers):
+    elif numbers and len(entries) not in numbers:
         warnings.warn(
             f"amp.load_state_dict: state_dict contains {len(entries)} entries, while "
-            f"{len(scalers)} loss_scalers are used. Entries are loaded by their number, and those "
+            f"{numbers[-1]} loss_scalers are used. Entries are loaded by their number, and those "
             "without a scaler are left out. Pass the same num_losses to amp.initialize as in the "
             "run that was saved.",
             stacklevel=2,
         )
+    for scalers in found:
+        _load(entries, scalers)
+
+
+def _load(entries: Mapping[str, tuple[float, int]], scalers: list[LossScaler]) -> None:
     for key, (scale, unskipped) in entries.items():
         number = int(str(key).removeprefix("loss_scaler"))
-        if number >= len(scalers):
-            continue
-        scaler = scalers[number]
-        if scaler.dynamic:
+        scaler = scalers[number] if number < len(scalers) else None
+        if scaler is not None and scaler.dynamic:
             scaler._loss_scale = scaler._bounded(scale)
             scaler._unskipped = unskipped
 

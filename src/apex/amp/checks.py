@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from apex.amp import _speech
 from apex.amp._amp_state import _amp_state, warn_or_err
 from apex.amp.casting import models as modules
 from apex.amp.gradients import distributed
-from apex.amp.gradients.masters import table
+from apex.amp.gradients.masters import has_version, table
 from apex.amp.policy import HALF_TYPES, Properties, opt_levels
 
 _SCALE_LOSSES = {
@@ -99,7 +99,7 @@ def check_groups(
                     f"{call}: 'params' in a group of the {name} was or held a "
                     f"{type(item).__name__}; a group must be a dict whose 'params' are tensors."
                 )
-            if param.is_inference():
+            if not has_version(param):
                 raise RuntimeError(
                     f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
                     "torch.inference_mode, where nothing trains. Make the model outside of it."
@@ -112,6 +112,15 @@ def check_groups(
                     "float32 master. Pass each weight once."
                 )
             seen.add(id(weight))
+
+
+def refuse_inference_mode() -> None:
+    """Raise under ``torch.inference_mode``: what ``initialize`` makes is to be trained."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "amp.initialize was called under torch.inference_mode(), where no weight or master can "
+            "be made that trains. Call it before that block."
+        )
 
 
 def refuse_unfused(optimizers: Sequence[Any]) -> None:
@@ -296,3 +305,16 @@ def refuse_sharded(
                 f"{dtype}, reduce_dtype=torch.float32)), then "
                 f'amp.initialize(model, optimizer, opt_level="O0"{scale}).'
             )
+
+
+def refuse_other_state(user: str, given: Any) -> None:
+    """Raise ``ValueError`` unless ``given``, a GradScaler's state, is a dict and not amp's."""
+    right = "it must be the dict that GradScaler.state_dict() returned"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{user} was given a {type(given).__name__}; {right}.")
+    if "loss_scaler0" in given:
+        raise ValueError(
+            f"{user} was given what amp.state_dict() returned; {right}. To go on with the scale of "
+            "amp, pass {**scaler.state_dict(), 'scale': saved['loss_scaler0']['loss_scale'], "
+            "'_growth_tracker': saved['loss_scaler0']['unskipped']}."
+        )

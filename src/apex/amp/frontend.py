@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
@@ -23,7 +24,7 @@ from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler, check
-from apex.amp.training import Training, disabled, managed
+from apex.amp.training import Training, alive, disabled, managed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -163,8 +164,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     Raises:
         RuntimeError: The level is unknown, an option does not fit it, a parameter's dtype does
             not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
-            a level that casts it, or this is called inside a ``torch.autocast`` block whose end
-            would undo it.
+            a level that casts it, or this is called under ``torch.inference_mode``, or inside a
+            ``torch.autocast`` block whose end would undo it.
         TypeError: ``models``, ``optimizers``, ``enabled`` or ``process_group`` is of another type.
         ValueError: A number is out of range, a weight is twice in the groups of an optimizer, or
             an optimizer has the weights of another copy of the model.
@@ -200,6 +201,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             f"amp.initialize: cast_model_outputs was {cast_model_outputs!r}; it must be a dtype "
             "such as torch.float32, or None."
         )
+    checks.refuse_inference_mode()
     state.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
     optimizer_list = checks.optimizer_list(optimizers)
     if fused_step:
@@ -239,13 +241,12 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         state.disable_for_thread()
     else:
         newest.activate(tuple(device for device in known if device in devices) or known)
+    _amp_state.show([training])
     vars(_amp_state).update(
         verbosity=verbosity,
         opt_properties=properties,
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
-        loss_scalers=scalers,
-        training=training,
     )
     if debug and optimizer_list:
         from apex.debug.entry import watch
@@ -271,6 +272,7 @@ def _build(
         if properties.casts_functions:
             newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
             casts = newest.make_casts(properties.half_dtype)  # refuses registrations
+            training.casts = weakref.ref(casts)
         _supersede(params, optimizers, properties)
         _release(models, optimizers)
         if properties.cast_model_type in HALF_TYPES:
@@ -300,6 +302,7 @@ def _supersede(
             record.superseded |= record.use_masters or bool(properties.master_weights)
 
 
+@torch.inference_mode(False)  # else weights that were given back could not be trained
 def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Make plain torch again of what amp has changed; leave anything else alone."""
     listed = [model for model in models if isinstance(model, torch.nn.Module)]
@@ -368,7 +371,7 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
                 disabled.add(optimizer)
         newest = getattr(_amp_state, "training", None)
         if newest is not None and newest.is_over():
-            _amp_state.forget_scalers()
+            _amp_state.show(alive())
     return models if optimizers is None else (models, optimizers)
 
 
@@ -378,7 +381,12 @@ def reset() -> None:
     Models get their float32 weights back and lose amp's hooks. Optimizers get their methods and
     parameters back. This thread's casts are switched off, function wrappers are removed, and
     pending registrations are dropped. Weights and optimizer state keep their values.
+
+    Raises:
+        RuntimeError: Casts are on (O1, O4, ``init``), and this is called inside a block of
+            ``torch.autocast`` or ``torch.inference_mode`` whose end would switch them on again.
     """
+    state.refuse_users_block("amp.reset", switches_on=False)
     state.disable_for_thread()
     with lock:
         _release(list(modules.prepared), list(managed))

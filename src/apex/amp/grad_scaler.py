@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from apex.amp.checks import group_of_several
+from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import Outcome, StepCounts
@@ -287,6 +287,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, of torch's too; ``ValueError`` if it is none, and nothing changes."""
+        if self._enabled:
+            refuse_other_state("apex.amp.GradScaler.load_state_dict", state_dict)
         for key in _KEYS if self._enabled and state_dict else ():
             name, value = f"{key!r} of a GradScaler's state", state_dict.get(key)
             check(name, value, lambda x: 0 <= x < inf, "a number, at least 0")

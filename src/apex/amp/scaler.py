@@ -186,6 +186,8 @@ class LossScaler:
             return self._static
         if self._state.device != device:
             self._state = self._state.to(device, non_blocking=True)
+        if self._state.is_inference():  # loaded under inference_mode; autograd cannot save it
+            self._state = self._state.clone()
         return self._state[SCALE]
 
     def take(self, numbers: torch.Tensor) -> None:

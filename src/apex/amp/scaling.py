@@ -17,7 +17,7 @@ from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
-from apex.amp.training import is_disabled
+from apex.amp.training import is_disabled, moments
 
 __all__ = ["scale_loss"]
 
@@ -86,10 +86,12 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
         loss: torch.Tensor = self.loss
         if not states:
             return loss
-        casts = casting.current()
-        if casts is not None and states[0].training.properties.casts_functions:
-            rules.warn_of_late_registrations(casts)
+        training = states[0].training
+        if training.properties.casts_functions:
+            rules.warn_of_late_registrations(training.casts(), casting.current())
         scaler = _scaler_of(states, loss, self.loss_id)
+        for state in states:
+            state.training.last_pass = next(moments)
         wide = loss if loss.dtype == torch.float64 else loss.float()
         if scaler._static == 1.0 and not any([state.use_masters for state in states]):
             self._off = casting.off()

@@ -1,4 +1,4 @@
-"""One training: what an ``initialize`` call made; and which optimizers went through one.
+"""One training: what an ``initialize`` call made; and those of the process that are alive.
 
 A training holds scalers and settings, and weak references to models and optimizers: an optimizer
 keeps its training alive (through ``_amp_stash``), never the reverse.
@@ -6,8 +6,9 @@ keeps its training alive (through ``_amp_stash``), never the reverse.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,15 @@ import torch
 from apex.amp.policy import Properties
 from apex.amp.scaler import LossScaler
 
+moments = itertools.count(1)  # of new trainings and of passes, to tell which was first
+
 
 @dataclass(eq=False)
 class Training:
     """The models, optimizers, scalers and settings of one ``initialize`` call.
 
-    ``shared`` has ids of ledgers, by the id of a tensor that several of them step.
+    ``shared`` has ids of ledgers, by the id of a tensor that several of them step. ``last_pass`` is
+    0 before the first ``scale_loss``. ``casts`` returns the function casts of its models, if any.
     """
 
     properties: Properties
@@ -31,6 +35,9 @@ class Training:
     fused_step: bool = False
     process_group: Any = None
     shared: dict[int, set[int]] = field(default_factory=dict)
+    made: int = field(default_factory=moments.__next__)
+    last_pass: int = 0
+    casts: Callable[[], Any] = lambda: None
     _models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = field(
         default_factory=list
     )
@@ -51,6 +58,21 @@ class Training:
     def ledgers(self) -> list[Any]:
         """The ledgers of the optimizers that are alive."""
         return [ledger for reference in self._ledgers if (ledger := reference()) is not None]
+
+    def is_dynamic(self) -> bool:
+        """Whether one of its scales is."""
+        return any([scaler.dynamic for scaler in self.loss_scalers])
+
+    def shown_scalers(self) -> list[LossScaler]:
+        """What ``_amp_state.loss_scalers`` is while this is the newest training.
+
+        Those that a checkpoint has, but until the next ``scale_loss`` those that were just made:
+        programs set their scale after ``initialize``.
+        """
+        trainings = alive()
+        if not all([one.last_pass < trainings[-1].made for one in trainings]):
+            trainings = in_use(with_scale())
+        return [self, *trainings][-1].loss_scalers
 
     def has_several(self) -> bool:
         """Whether it has, or had, several optimizers."""
@@ -111,3 +133,21 @@ def is_disabled(optimizer: Any) -> bool:
         return optimizer in disabled
     except TypeError:  # anything may be passed to a disabled initialize
         return False
+
+
+def alive() -> list[Training]:
+    """The trainings with an optimizer that can be stepped, oldest first."""
+    states = [optimizer._amp_stash for optimizer in list(managed)]
+    trainings = {state.training for state in states if not state.superseded}
+    return sorted(trainings, key=lambda one: one.made)
+
+
+def with_scale() -> list[Training]:
+    """Those alive whose scale changes; if there is none, all of them."""
+    trainings = alive()
+    return [one for one in trainings if one.is_dynamic()] or trainings
+
+
+def in_use(trainings: Sequence[Training]) -> list[Training]:
+    """Those that had a ``scale_loss``; if there is none, all of them."""
+    return [one for one in trainings if one.last_pass] or list(trainings)

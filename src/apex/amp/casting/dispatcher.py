@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from apex.amp.casting import state
+from apex.amp.casting.containers import with_items
 from apex.amp.policy import HALF_TYPES
 
 CASTABLE = (torch.float32, *HALF_TYPES)
@@ -217,7 +218,7 @@ def caster(
             items = [convert(item) for item in value]
             if all([new is old for new, old in zip(items, value, strict=True)]):
                 return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return with_items(value, items)
         return value
 
     return convert

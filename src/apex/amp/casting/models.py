@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from apex.amp.casting import state as casting
-from apex.amp.casting.containers import applier
+from apex.amp.casting.containers import Walker
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.state import Casts
 from apex.amp.gradients.distributed import ForwardRecord
@@ -42,10 +42,7 @@ class _Caster:
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            try:
-                return value.to(self.dtype)
-            except TypeError:  # its to() takes no dtype, but a device for example
-                return value
+            return value.to(self.dtype)
         if value.is_floating_point() and value.dtype not in self.kept:
             return value.to(self.dtype)
         return value
@@ -126,8 +123,9 @@ class _Enter(_Hook):
         if cast is None and level.casts is not None:
             cast = functools.partial(_narrow_double, module)
         if cast is not None:
-            args = tuple([applier(value, cast) for value in args])
-            kwargs = {name: applier(value, cast) for name, value in kwargs.items()}
+            walk = Walker(cast)
+            args = tuple([walk(value) for value in args])
+            kwargs = {name: walk(value) for name, value in kwargs.items()}
         frame = None
         if not torch.compiler.is_compiling():
             if level.has_16_bit_weights:
@@ -152,7 +150,7 @@ class _Leave(_Hook):
         casting.end_forward(self.level)
         if self.level.outputs is None:
             return output
-        return applier(output, self.level.outputs)
+        return Walker(self.level.outputs)(output)
 
 
 def _first_parameter(

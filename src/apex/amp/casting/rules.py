@@ -120,22 +120,37 @@ def casts_for(
             )
     for name in (*torch_overrides.FP32_FUNCS, *tensor_overrides.FP32_FUNCS):
         rules[f"{name}_"] = Rule("in place")
+    casts = Casts(dtype, rules)
+    add_registrations([casts], registrations)
+    return casts
+
+
+def add_registrations(all_casts: Sequence[Casts], registrations: Sequence[Registration]) -> None:
+    """Add rules for ``registrations`` to casts."""
     for owner, name, kind in registrations:
-        rules[_patch(owner, name)] = Rule(kind)
-    return Casts(dtype, rules)
+        key = _patch(owner, name)
+        for casts in all_casts:
+            casts.rules[key] = Rule(kind)
 
 
-def warn_of_late_registrations(casts: Casts) -> None:
-    """Say which registrations came after ``initialize``."""
-    for module, name, kind in registered():
-        key = _key(module, name)
-        if Rule(kind) not in (casts.rules.get(k) for k in (key, f"{key}@{id(module):x}")):
-            label = getattr(module, "__name__", repr(module))
+def warn_of_late_registrations(casts: Casts | None, outside: Casts | None) -> None:
+    """Say which registrations came after the ``initialize`` that made ``casts``.
+
+    One that a later ``initialize`` has taken up, and that is among the casts ``outside`` of models,
+    may be for another model. So it is named once the function was called under ``casts``.
+    """
+    for owner, name, kind in registered():
+        keys, rule = _keys(owner, name), Rule(kind)
+        if casts is None or rule in map(casts.rules.get, keys):
+            continue
+        is_taken_up = outside is not None and rule in map(outside.rules.get, keys)
+        if not is_taken_up or not casts.missed.isdisjoint(keys):
+            label = getattr(owner, "__name__", repr(owner))
             warnings.warn(
                 f"amp.register_{kind}_function: {label}.{name} was registered after "
                 "amp.initialize, so it is not cast in this training. Register functions before "
                 "initialize, or call initialize again.",
-                stacklevel=5,  # the `with` statement of scale_loss
+                stacklevel=3,  # the `with` statement of scale_loss
             )
 
 
@@ -206,12 +221,18 @@ def _key(owner: Any, name: str) -> str:
     return f"{module}.{label}.{name}" if label else f"{id(owner):x}.{name}"
 
 
+def _keys(owner: Any, name: str) -> tuple[str, str]:
+    """The key of a rule, and what it is where another owner has the same name."""
+    key = _key(owner, name)
+    return key, f"{key}@{id(owner):x}"
+
+
 def _patch(owner: Any, name: str, wrap: _Wrap | None = None) -> str:
     """Wrap ``owner.name``, once, and return the key its rules are stored under."""
     with _lock:
-        key = _key(owner, name)
-        if key in _patches and _patches[key].owner is not owner:  # two owners of one name
-            key = f"{key}@{id(owner):x}"
+        key, longer = _keys(owner, name)
+        if key in _patches and _patches[key].owner is not owner:
+            key = longer
         if key in _patches:
             return key
         raw = _attribute(owner, name)
@@ -291,6 +312,8 @@ def _wrap(key: str, function: Callable[..., Any], *, native: bool) -> Callable[.
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casts = state.current()
         rule = None if casts is None else casts.rules.get(key)
+        if casts is not None and rule is None and not torch.compiler.is_compiling():
+            casts.missed.add(key)
         if casts is None or rule is None or (rule.shipped and casts.dtype == torch.bfloat16):
             return function(*args, **kwargs)
         return apply(rule, function, casts, args, kwargs, name=name, native=native)

@@ -55,6 +55,7 @@ class Casts:
         self.dtype = dtype
         self.rules = rules
         self.log = log
+        self.missed: set[str] = set()  # wrapped functions that were called and have no rule
         self.number = next(_numbers)
         _alive[self.number] = self
 
@@ -147,12 +148,15 @@ def current() -> Casts | None:
     return thread.casts
 
 
+def alive() -> list[Casts]:
+    """The casts of all models and handles there are."""
+    return [casts for reference in _alive.valuerefs() if (casts := reference()) is not None]
+
+
 def _newest_restored() -> Casts | None:
     """The newest casts to the type that autocast casts to now."""
     dtypes = [torch.get_autocast_dtype(d) for d in device_types() if torch.is_autocast_enabled(d)]
-    references = _alive.valuerefs()
-    alive = [casts for reference in references if (casts := reference()) is not None]
-    fitting = [casts for casts in alive if casts.dtype in dtypes]
+    fitting = [casts for casts in alive() if casts.dtype in dtypes]
     return max(fitting, key=lambda casts: casts.number, default=None)
 
 
@@ -187,12 +191,17 @@ def in_users_block() -> bool:
 
 
 def refuse_users_block(call: str, *, switches_on: bool) -> None:
-    """Raise if ``call`` would change autocast's state inside a ``torch.autocast`` block.
+    """Raise if ``call`` would change autocast's state inside a block that puts it back at its end.
 
-    The end of such a block puts back the state from before it, and so undoes the change. Casts may
-    not be switched on inside of an enabled block, nor off inside of any.
+    That are blocks of ``torch.autocast`` and ``torch.inference_mode``. Casts may not be switched
+    on inside of an enabled block of the former, or any of the latter, nor off inside of any.
     """
     end_interrupted_forwards()
+    if torch.is_inference_mode_enabled() and (thread.before is not None or switches_on):
+        raise RuntimeError(
+            f"{call} was called under torch.inference_mode(). It changes this thread's autocast "
+            f"state, and the end of that block would undo that. Call {call} outside of it."
+        )
     if thread.forwards or not in_users_block():
         return
     enabled = any(torch.is_autocast_enabled(device) for device in device_types())

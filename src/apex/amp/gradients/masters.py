@@ -111,7 +111,9 @@ class MasterTable:
         with self._lock:
             master: Master | None = self._masters.get(weight)
             if master is None:
-                tensor = value.detach().requires_grad_(weight.requires_grad)
+                with torch.inference_mode(False):  # where a validation may save the model
+                    kept = value.clone() if value.is_inference() else value.detach()
+                    tensor = kept.requires_grad_(weight.requires_grad)
                 master = self._masters[weight] = Master(tensor, is_stepped=is_stepped)
                 self._weights[tensor] = TensorWeakRef(weight)
                 self.changes += 1
@@ -136,6 +138,17 @@ class MasterTable:
 
 
 table = MasterTable()
+
+
+def has_version(tensor: torch.Tensor) -> bool:
+    """Whether writes to ``tensor`` are counted: not to one made in ``torch.inference_mode``.
+
+    After ``tensor.data = ...`` its ``is_inference()`` is false, and still nothing is counted.
+    """
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
 
 
 def grads_to_step(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:

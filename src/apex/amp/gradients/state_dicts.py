@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.masters import Master, table
+from apex.amp.gradients.masters import Master, has_version, table
 from apex.amp.gradients.pairs import Pairs
 from apex.amp.policy import HALF_TYPES
 
@@ -37,6 +37,8 @@ class ShowFloat32:
 
 def _entry(weight: torch.Tensor) -> torch.Tensor:
     """The float32 value of ``weight`` that amp keeps; a copy where it is not known."""
+    if not has_version(weight):
+        return weight.detach().float()
     master = table.get(weight)
     if master is not None:
         Pairs([(weight, master)]).reconcile()
