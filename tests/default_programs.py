@@ -6,6 +6,7 @@ Each makes its data and returns a function that runs on it and returns tensors.
 import contextlib
 import functools
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 import apex.optimizers
 from apex import RNN, amp, debug, fp16_utils, reparameterization
 from apex.amp import scaler
+from apex.amp.gradients import overflow
 from apex.bench.catalogue.entry import DTYPES
 from apex.bench.catalogue.lists import LISTS
 from apex.bench.selftest import optimizers as steps
@@ -40,6 +42,7 @@ from apex.transformer.pipeline_parallel.schedules import (
     fwd_bwd_pipelining_without_interleaving as pipelining,
 )
 from apex.transformer.testing import commons
+from tests.amp.training import Delayed
 
 CPU = torch.device("cpu")
 ON = {"device": CPU, "dtype": torch.float32}
@@ -73,7 +76,7 @@ def loss_of(model, x, factor=1.0):
 
 
 def tensors_of(*objects):
-    """All tensors of parameters, optimizers' states, dictionaries and lists; numbers as float64."""
+    """All tensors of parameters, states, dictionaries and lists; numbers and texts as tensors."""
     found = []
     for one in objects:
         if isinstance(one, torch.Tensor):
@@ -88,6 +91,8 @@ def tensors_of(*objects):
             found += tensors_of(*one)
         elif isinstance(one, int | float):
             found.append(torch.tensor(one, device="cpu", dtype=torch.float64))
+        elif isinstance(one, str):
+            found.append(torch.tensor([*one.encode()], device="cpu", dtype=torch.uint8))
     return found
 
 
@@ -139,6 +144,18 @@ def with_amp(level, make, clip=0.0, **options):
         return [*found, *tensors_of(outcome)]
 
     return run
+
+
+@program("amp O2, on a device that runs behind")
+def late():
+    """The host learns of an overflow later, as from a GPU."""
+    run = with_amp("O2", _adam, fused_step=True)
+
+    def on_it():
+        with mock.patch.multiple(overflow, runs_behind=lambda device: True, AsyncCopy=Delayed):
+            return run()
+
+    return on_it
 
 
 @program("amp, gradients of no parameter")
@@ -253,6 +270,44 @@ def watched():
                     scaled.backward()
                 optimizer.step()
         return tensors_of(model)
+
+    return run
+
+
+@program("debug.watch explains a nan of the data", math.nan)
+@program("debug.watch explains an eps of 0 in float16", 1.0)
+def explained(factor):
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3, device=CPU, dtype=torch.float16), drawn(5, 4, dtype=torch.float16)
+    x[2, 3] *= factor
+
+    def run():
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-8)
+        with debug.watch(model, optimizer, on_fault="keep") as watch:
+            for _ in range(3):
+                optimizer.zero_grad()
+                (loss_of(model, x) * 1e-4).backward()
+                optimizer.step()
+                if watch.fault:
+                    return tensors_of(str(watch.explain()))
+        raise AssertionError("there is a fault in each of these programs")
+
+    return run
+
+
+@program("debug.watch of a jump")
+def drifting():
+    model, x = network(), drawn(4, 6)
+
+    def run():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with debug.watch(model, optimizer, every=1) as watch:
+            for number in range(32):
+                optimizer.zero_grad()
+                loss_of(model, x, 100.0 if number == 31 else 1.0).backward()
+                optimizer.step()
+        assert watch.drifts
+        return tensors_of([str(one) for one in watch.drifts])
 
     return run
 
