@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-import apex
 from apex import _compat
+from tests.trees import EXTENSION_MODULES, SRC, files, tree
 
-SRC = pathlib.Path(apex.__file__).parent
 ABOVE_OPS = {  # packages for users: each may use the operations, and its own files
     "RNN",
     "contrib",
@@ -46,10 +45,6 @@ ALLOWED = {  # package -> other packages it may import
 TRITON_PACKAGE = "kernels"
 
 
-def _files():
-    return [file for file in SRC.rglob("*.py") if "__pycache__" not in file.parts]
-
-
 def _top(file):
     parts = file.relative_to(SRC).parts
     return parts[0] if len(parts) > 1 else None
@@ -59,9 +54,9 @@ def _package(file):
     return ("apex", *file.parent.relative_to(SRC).parts)
 
 
-def _imported_names(file, tree):
+def _imported_names(file, of):
     """Yield the full dotted name of everything that a file imports, however it is spelled."""
-    for node in ast.walk(tree):
+    for node in ast.walk(of):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -73,36 +68,36 @@ def _imported_names(file, tree):
 
 def _packages_imported_by(file):
     """Yield the packages of apex that a file imports; a plain `import apex` is none of them."""
-    for name in _imported_names(file, ast.parse(file.read_text())):
+    for name in _imported_names(file, tree(file)):
         parts = name.split(".")
         if parts[0] == "apex" and len(parts) > 1 and (SRC / parts[1]).is_dir():
             yield parts[1]
 
 
 def test_every_package_has_its_arrows():
-    packages = {_top(file) for file in _files()} - {None}
+    packages = {_top(file) for file in files()} - {None}
     assert packages <= set(ALLOWED)
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_arrows_point_one_way(package):
-    for file in _files():
+    for file in files():
         if _top(file) == package:
             assert set(_packages_imported_by(file)) <= {package, *ALLOWED[package]}, file
 
 
 def test_no_import_circles():
     """Imports in functions and under TYPE_CHECKING count too; a package's __init__ ties nothing."""
-    files = {
+    named = {
         ".".join(("apex", *file.relative_to(SRC).with_suffix("").parts)): file
-        for file in _files()
+        for file in files()
         if file.name != "__init__.py"
     }
     graph = {}
-    for name, file in files.items():
-        found = set(_imported_names(file, ast.parse(file.read_text())))
+    for name, file in named.items():
+        found = set(_imported_names(file, tree(file)))
         found |= {dotted.rpartition(".")[0] for dotted in found}  # from module import name
-        graph[name] = (found & files.keys()) - {name}
+        graph[name] = (found & named.keys()) - {name}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -123,29 +118,27 @@ def test_moved_modules_are_found_under_both_paths(known, now):
 
 def test_nothing_imports_the_command_line_but_its_own_entry():
     commands = ("debug/command.py", "debug/repro_command.py", "__main__.py")
-    for file in _files():
+    for file in files():
         if _top(file) != "bench" and file.relative_to(SRC).as_posix() not in commands:
             assert "bench" not in set(_packages_imported_by(file)), file
 
 
 def test_nothing_imports_the_extension_modules():
-    folder = SRC.parent / "extension_modules"
-    names = {file.stem for file in folder.glob("*.py")}
-    for file in _files():
-        roots = {name.split(".")[0] for name in _imported_names(file, ast.parse(file.read_text()))}
+    names = {file.stem for file in EXTENSION_MODULES.glob("*.py")}
+    for file in files():
+        roots = {name.split(".")[0] for name in _imported_names(file, tree(file))}
         assert not roots & names, file
 
 
 def test_only_kernels_import_triton_at_the_top():
-    for file in _files():
-        tree = ast.parse(file.read_text())
-        tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        roots = {name.split(".")[0] for name in _imported_names(file, tree)}
+    for file in files():
+        top = [n for n in tree(file).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        roots = {name.split(".")[0] for name in _imported_names(file, ast.Module(top, []))}
         assert "triton" not in roots or _top(file) == TRITON_PACKAGE, file
 
 
 def test_no_two_names_differ_only_in_case():
-    for folder in {file.parent for file in _files()}:
+    for folder in {file.parent for file in files()}:
         names = [path.name.lower() for path in folder.iterdir()]
         assert len(names) == len(set(names)), folder
 
@@ -175,8 +168,8 @@ def _only_on_cuda(call):
 
 def test_what_only_cuda_has_is_listed_and_newer_names_are_asked_for_in_one_file():
     found = {}
-    for file in [*_files(), *(SRC.parent / "extension_modules").glob("*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file in [*files(), *EXTENSION_MODULES.glob("*.py")]:
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 for overload in _only_on_cuda(node):
                     found.setdefault(overload, set()).add(file.name)
@@ -197,7 +190,7 @@ def test_all_is_written_by_hand_and_true(name):
     module = sys.modules[name]  # a package may give another object the name of its submodule
     assigned = [
         node
-        for node in ast.parse(pathlib.Path(module.__file__).read_text()).body
+        for node in tree(pathlib.Path(module.__file__)).body
         if isinstance(node, ast.Assign | ast.AnnAssign)
         and "__all__" in {getattr(target, "id", None) for target in _targets(node)}
     ]

@@ -113,7 +113,8 @@ class RNNCell(nn.Module):
             ("b_ih", bias, (gates,)),
             ("b_hh", bias, (gates,)),
         ):
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)) if is_there else None)
+            empty = torch.empty(shape, device=None, dtype=None) if is_there else None
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         self.hidden: list[Tensor | None] = [None] * n_hidden_states
         self.reset_parameters()
         self.flatten_parameters()

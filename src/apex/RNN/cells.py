@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,8 +26,8 @@ class mLSTMRNNCell(RNNCell):
         self, input_size: int, hidden_size: int, bias: bool = False, output_size: int | None = None
     ) -> None:
         super().__init__(4, input_size, hidden_size, mLSTMCell, 2, bias, output_size)
-        self.w_mih = nn.Parameter(torch.empty(self.output_size, input_size))
-        self.w_mhh = nn.Parameter(torch.empty(self.output_size, self.output_size))
+        self.w_mih = nn.Parameter(self.w_hh.new_empty(self.output_size, input_size))
+        self.w_mhh = nn.Parameter(self.w_hh.new_empty(self.output_size, self.output_size))
         self.reset_parameters()
 
     def _settings(self, input_size: int) -> tuple[object, ...]:

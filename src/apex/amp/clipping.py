@@ -20,7 +20,7 @@ from apex.ops.lists.columns import OWN_MEMORY, local
 def _collected(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """The tensors that ``optimizer`` steps, with their gradients unscaled and in place.
 
-    And the gradients, placed as their DTensors; ``None`` where no tensor is one.
+    And the gradients, placed as their DTensors; ``None`` where torch's functions take them.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
@@ -33,8 +33,10 @@ def _collected(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] |
     params = list(master_params(optimizer))
     both = [(param, param.grad) for param in params if param.grad is not None]
     grads = [grad for _, grad in both]
-    # torch's functions refuse lists with a tensor that has the negative bit.
-    if OWN_MEMORY.issuperset(map(type, params)) and not any(map(torch.Tensor.is_neg, grads)):
+    # torch's functions refuse lists with a tensor that has the negative bit, and the norm that they
+    # find of nothing follows torch's default device and dtype.
+    is_usual = OWN_MEMORY.issuperset(map(type, params)) and not any(map(torch.Tensor.is_neg, grads))
+    if grads and is_usual:
         return params, None
     from apex.ops.lists.placements import placed
 

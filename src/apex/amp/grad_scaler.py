@@ -185,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         params = [*iter_params(optimizer.param_groups)]
         grads, factor = _placed_grads(optimizer), self._factor(state)
         if not grads and not any(map(is_sharded, params)):
-            return torch.tensor(0.0)
+            return torch.zeros((), device="cpu", dtype=torch.float32)
         norm = clip.total_norm(grads, norm_type, params)  # also over ranks without gradients
         norm = norm if factor is None else norm * scalar_on(factor, norm.device)
         coefficient = clip.coefficient(norm, max_norm, norm_type, error_if_nonfinite)

@@ -98,7 +98,7 @@ class LossScaler:
         self._found: torch.Tensor | None = None  # of the pass under way
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
         start = self._bounded(init_scale) if dynamic else float(loss_scale)
-        self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32)
+        self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32, device="cpu")
         self._static = None if dynamic else start
 
     @property
@@ -150,12 +150,12 @@ class LossScaler:
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._found = torch.tensor(float(value), device=self._state.device)
+        self._found = self._state.new_tensor(float(value))
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
         """The flag as a one-element int tensor."""
-        found = torch.zeros((), device=self._state.device) if self._found is None else self._found
+        found = self._state.new_zeros(()) if self._found is None else self._found
         return found.reshape(1).to(torch.int32)
 
     @_overflow_buf.setter
@@ -246,7 +246,7 @@ class LossScaler:
             if values[CLEAN] + 1 < self._scale_seq_len:
                 values[CLEAN] += 1
                 values[STEPS] += 1
-                self._state = torch.tensor(values, dtype=torch.float32)
+                self._state = torch.tensor(values, dtype=torch.float32, device="cpu")
                 return
         scale, clean, steps = self._state.unbind()
         counts = torch.ones_like(steps) if taken is None else taken.to(steps)
@@ -358,7 +358,8 @@ def iter_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor
 @torch.no_grad()
 def scale_check_overflow(d_grads: torch.Tensor, scale: float) -> bool:
     """Multiply ``d_grads`` by ``scale`` in place; return whether an element is inf or nan."""
-    return bool(unscale_([d_grads], torch.tensor(1.0 / scale)))
+    factor = torch.tensor(1.0 / scale, dtype=torch.float32, device="cpu")
+    return bool(unscale_([d_grads], factor))
 
 
 @torch.no_grad()
@@ -366,7 +367,7 @@ def scale_check_overflow_python(
     model_grad: torch.Tensor, master_grad: torch.Tensor, scale: float, check_overflow: bool = False
 ) -> bool:
     """Write ``model_grad * scale``; with ``check_overflow`` return True on inf or nan."""
-    zeros = torch.zeros((), device=master_grad.device)
+    zeros = master_grad.new_zeros((), dtype=torch.float32)
     return axpby_check_overflow_python(model_grad, zeros, master_grad, scale, 0.0, check_overflow)
 
 

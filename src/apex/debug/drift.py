@@ -65,7 +65,7 @@ class Sampler:
                 continue
             seen = self._norms.setdefault(name, deque(maxlen=100))
             if len(seen) >= _FEWEST:
-                logs = torch.tensor([*seen, norm], dtype=torch.float64).log()
+                logs = torch.tensor([*seen, norm], dtype=torch.float64, device="cpu").log()
                 median = logs[:-1].median()
                 spread = 1.4826 * (logs[:-1] - median).abs().median()
                 score = float((logs[-1] - median) / spread.clamp_min(0.05))

@@ -344,7 +344,10 @@ class _Explanation:
         )
         report.module = report.direction = None
         eps = group.get("eps")
-        if isinstance(eps, float) and float(torch.tensor(eps, dtype=param.dtype)) == 0.0:
+        if (
+            isinstance(eps, float)
+            and float(torch.tensor(eps, dtype=param.dtype, device="cpu")) == 0.0
+        ):
             self._notes.append(f"eps={eps:g} is 0 in {str(param.dtype).removeprefix('torch.')}")
         return report
 

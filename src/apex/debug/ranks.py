@@ -69,7 +69,8 @@ class Together:
         """Whether ``found`` on one of the ranks that replay together."""
         if self._alone or not self.needs_others:
             return found
-        flag = torch.tensor(float(found), device=next((p.device for p in self._params), "cpu"))
+        device = next((p.device for p in self._params), "cpu")
+        flag = torch.tensor(float(found), device=device, dtype=torch.float32)
         return bool(agree(flag, self._params, self._group))
 
     def exchange(self, value: Any) -> list[Any]:

@@ -381,9 +381,10 @@ def _inner(model: Any) -> Any:
 def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu", dtype=torch.float32)
     if any([t.requires_grad or t.is_sparse for t in tensors]):  # noqa: C419  # faster
         tensors = [local(tensor).detach().clone() for tensor in tensors]
-    found = unscale_(tensors, torch.ones((), device=tensors[0].device))
+    one = torch.ones((), device=tensors[0].device, dtype=torch.float32)
+    found = unscale_(tensors, one)
     assert found is not None  # asked for by a tensor
     return found

@@ -236,6 +236,8 @@ class FP16_Optimizer(MasterOptimizer):
         if self.overflow:
             return -1
         params = [param for group in self.param_groups for param in group["params"]]
+        if all(param.grad is None for param in params):
+            return torch.zeros((), device="cpu", dtype=torch.float32)  # torch's follows its default
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:

@@ -279,7 +279,7 @@ class SavedOptimizer(GroupedOptimizer):
                 state = eight_bit.widened(copy.deepcopy(states[number]))
                 state = {key: state[key] for key in state if key not in self._more_state}
                 if self._counts_steps:
-                    state["step"] = torch.tensor(float(step))
+                    state["step"] = torch.tensor(float(step), device="cpu", dtype=torch.float32)
                 states[number] = self._torch_state(state)
             groups.append(self._torch_group(group))
         return {"state": states, "param_groups": groups}

@@ -128,6 +128,6 @@ def _placed(like: Any, part: torch.Tensor, shape: Any) -> torch.Tensor:
     shape = torch.Size(shape)
     whole: torch.Tensor = type(like).from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        stride=torch.empty(shape, device="meta", dtype=part.dtype).stride(),
     )  # fmt: skip
     return whole

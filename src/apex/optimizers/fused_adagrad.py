@@ -82,7 +82,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
         # torch uses the step with lr_decay only; FusedAdagrad counts no steps.
-        return {"step": torch.tensor(0.0), **state}
+        return {"step": torch.zeros((), device="cpu", dtype=torch.float32), **state}
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if self.adagrad_w_mode and group["weight_decay"]:

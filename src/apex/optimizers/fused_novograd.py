@@ -203,8 +203,9 @@ def _hand_out(
     owners = {kind: [n for n in numbers if dtypes.get(n) == kind] for kind in KINDS}
     if len(filled) == 1:
         owners = dict.fromkeys(filled, numbers)
+    none = torch.zeros(0, device="cpu", dtype=torch.float32)
     for kind in owners if filled else ():
-        norms, mine = vectors.get(kind, torch.zeros(0)), owners[kind]
+        norms, mine = vectors.get(kind, none), owners[kind]
         if norms.numel() != len(mine):
             raise ValueError(
                 f'FusedNovoGrad: a saved group\'s "exp_avg_sq" holds {norms.numel()} norms of '

@@ -233,7 +233,8 @@ class Reduction:
         one_device = len({param.device for param in self._params}) == 1
         self._overlaps = len(order) == len(arrived) and one_device
         rest = set(range(len(self._params))).difference(order)
-        numbers = torch.tensor([*order, *sorted(rest, reverse=True)], device=self.device())
+        every = [*order, *sorted(rest, reverse=True)]
+        numbers = torch.tensor(every, device=self.device(), dtype=torch.int64)
         broadcast([numbers], self.group)
         self._kinds = self._find_kinds()
         self.buckets = group_by_size(

@@ -179,7 +179,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._broadcast()
 
     def _new_reduction(self) -> Reduction:
-        device = next(self.module.parameters(), torch.empty(0)).device
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         group = gradient_group(self.process_group, device)
         return Reduction(self.module, self.process_group, group, self._options)
 

@@ -91,7 +91,7 @@ def initialize_model_parallel(
     _check_backends(default_backend, p2p_backend)
     shape = (pipeline, dist.get_world_size() // (tensor * pipeline), tensor)
     _make_mesh(shape, default_backend, p2p_backend or default_backend)
-    table = torch.arange(dist.get_world_size()).view(shape)
+    table = torch.arange(dist.get_world_size(), device="cpu").view(shape)
     joined = {
         "model_parallel": table.movedim(1, 0).flatten(1).tolist(),
         **_embedding_ranks(table.flatten(1).t().tolist(), split),

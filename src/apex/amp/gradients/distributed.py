@@ -111,7 +111,8 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
 
 def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
     """Give all ranks of ``group`` the first one's loss scales and their counts."""
-    number = torch.tensor([len(scalers), -len(scalers)], device=device)
+    counts = [len(scalers), -len(scalers)]
+    number = torch.tensor(counts, device=device, dtype=torch.int64)
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
     most, least = number[0].item(), -number[1].item()
     if most != least:

@@ -95,8 +95,9 @@ class FusedGradients:
     def _measure(self) -> None:
         """Measure the unscaled norm and look for inf and nan; nothing is written."""
         grads = list(self._grads().values())
-        first = grads[0] if grads else torch.as_tensor(self._scale)
-        self.found_inf = torch.zeros((), dtype=torch.float32, device=first.device)
+        first = grads[0] if grads else self._scale
+        device = first.device if isinstance(first, torch.Tensor) else "cpu"
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         sums = square_sums(grads, factor=inverse(self._scale), flag=self.found_inf)
         self._norm = sums.sum().sqrt()
 

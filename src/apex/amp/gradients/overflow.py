@@ -39,7 +39,7 @@ class AsyncCopy:
         self.arrives = values.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         if not self.arrives:
             return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))

@@ -31,9 +31,9 @@ def random(
     mean: float = 0.0,
 ) -> torch.Tensor:
     """Normally distributed numbers, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(tuple(shape), generator=generator).mul_(scale).add_(mean)
-    return made.to(dtype).to(device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randn(tuple(shape), generator=generator, device="cpu", dtype=torch.float32)
+    return made.mul_(scale).add_(mean).to(dtype).to(device)
 
 
 class Leaf(NamedTuple):

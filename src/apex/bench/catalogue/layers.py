@@ -64,7 +64,7 @@ def _index(in2: Tensor) -> tuple[Tensor]:
 def _freqs(part: float, t: Tensor) -> tuple[Tensor]:
     """Float32 angles of a part of the channels; those of two channels of a pair differ."""
     half = int(t.shape[-1] * part) // 2
-    speeds = 1e4 ** -torch.linspace(0, 1, 2 * half, device=t.device)
+    speeds = 1e4 ** -torch.linspace(0, 1, 2 * half, device=t.device, dtype=torch.float32)
     return (torch.arange(1, 1 + len(t), device=t.device)[:, None, None, None] * speeds,)
 
 

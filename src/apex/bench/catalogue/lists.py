@@ -89,6 +89,10 @@ def _exact_clip(norm_type: float, grads: Tensors) -> Written:
 BETA1, BETA2, EPS, LR, STEP = 0.9, 0.999, 1e-6, 0.01, 2
 
 
+def _decays(count: int) -> torch.Tensor:
+    return torch.linspace(0.0, 0.1, count, device="cpu", dtype=torch.float32)
+
+
 def _lamb_stages(
     flag: torch.Tensor, grads: Tensors, params: Tensors, mean: Tensors, roots: Tensors
 ) -> Written:
@@ -98,7 +102,7 @@ def _lamb_stages(
         [x.clone() for x in mean],
         [*map(torch.empty_like, params)],
     )
-    decays = torch.linspace(0.0, 0.1, len(params)).to(flag.device)
+    decays = _decays(len(params)).to(flag.device)
     columns = [grads, params, mean, [x.square() for x in roots], terms]
     stage1, stage2 = (f"multi_tensor_lamb_stage{n}_cuda" for n in (1, 2))
     _amp_c(stage1, flag, columns, decays, STEP, BETA1, BETA2, EPS, 4.0, 1.0)
@@ -109,7 +113,7 @@ def _lamb_stages(
 
 def _exact_lamb_stages(grads: Tensors, params: Tensors, mean: Tensors, roots: Tensors) -> Written:
     terms, stepped = [], []
-    decays = torch.linspace(0.0, 0.1, len(params)).double()
+    decays = _decays(len(params)).double()
     for g, p, m, root, decay in zip(grads, params, mean, roots, decays, strict=True):
         m = BETA1 * m + (1 - BETA1) * g / 4  # a norm of 4 is clipped to 1
         v = BETA2 * root**2 + (1 - BETA2) * (g / 4) ** 2

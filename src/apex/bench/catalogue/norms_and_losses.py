@@ -171,7 +171,7 @@ def _smooth_targets(logits: Tensor) -> tuple[Any, ...]:
     rows, columns = logits.shape
     classes = columns - columns // 8
     targets = torch.arange(rows, device=logits.device) % (classes + 2) - 2
-    positives = torch.full((1,), 3.0, device=logits.device)
+    positives = torch.full((1,), 3.0, device=logits.device, dtype=torch.float32)
     return targets, positives, classes, 0.25, 2.0, SMOOTHING
 
 

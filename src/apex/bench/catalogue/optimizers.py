@@ -158,7 +158,10 @@ def muon(step: Step) -> tuple[torch.Tensor, State]:
     buffer = step.state.get("momentum_buffer", torch.zeros_like(grad)) * momentum
     buffer += (1 - momentum) * grad
     x = momentum * buffer + (1 - momentum) * grad if group["nesterov"] else buffer
-    (a, b, c), identity = group["ns_coefficients"], torch.eye(grad.size(-1)).to(grad)
+    (a, b, c), identity = (
+        group["ns_coefficients"],
+        torch.eye(grad.size(-1), device=grad.device, dtype=grad.dtype),
+    )
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
         gram = x.mT @ x

@@ -215,8 +215,8 @@ def _float16(device: torch.device) -> Choice:
 def _unscaling(device: torch.device) -> Choice:
     """Try torch's list kernel on one element: whether it is built for a device is not on record."""
     try:
-        one = torch.ones(1, device=device)
-        found_inf = torch.zeros(1, device=device)
+        one = torch.ones(1, device=device, dtype=torch.float32)
+        found_inf = torch.zeros_like(one)
         torch._amp_foreach_non_finite_check_and_unscale_([one], found_inf, one.clone())
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

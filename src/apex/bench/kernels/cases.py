@@ -104,10 +104,9 @@ def _step_of(optimizer: Optimizer, timed: TimedStep) -> Case:
 
 def _lists(count: int, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Any]:
     """A flag, a factor, and so many lists of random numbers."""
-    flag, factor = torch.zeros(1, device=device), torch.full((1,), 0.999, device=device)
-    lists = [
-        [torch.randn(shape, device=device).to(dtype) for shape in shapes] for _ in range(count)
-    ]
+    wide: Any = {"device": device, "dtype": torch.float32}
+    flag, factor = torch.zeros(1, **wide), torch.full((1,), 0.999, **wide)
+    lists = [[torch.randn(shape, **wide).to(dtype) for shape in shapes] for _ in range(count)]
     return [flag, factor, *lists]
 
 

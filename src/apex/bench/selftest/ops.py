@@ -73,9 +73,9 @@ def _results(
     y = function(*leaves, *inputs.rest)
     if not backward:
         return {"output": y.detach()}
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     # Multiples of 1/8, which every dtype holds: the exact result starts from the same gradient.
-    grad = torch.randint(-16, 17, y.shape, generator=generator).to(y) / 8
+    grad = torch.randint(-16, 17, y.shape, generator=generator, device="cpu").to(y) / 8
     if y.dim() == 0 and inputs.leaves[0].dtype == torch.float16:
         grad = grad * LOSS_SCALE
     found = torch.autograd.grad(y, leaves, grad)

@@ -77,8 +77,8 @@ def give(params: Params, grads: list[torch.Tensor]) -> None:
 
 def tell(optimizer: Any, found_inf: float, setting: Setting) -> None:
     """Tell an optimizer what `torch.amp.GradScaler` tells it before a step."""
-    optimizer.grad_scale = torch.full((), SCALE, device=setting.device)
-    optimizer.found_inf = torch.full((), found_inf, device=setting.device)
+    optimizer.grad_scale = torch.full((), SCALE, device=setting.device, dtype=torch.float32)
+    optimizer.found_inf = torch.full_like(optimizer.grad_scale, found_inf)
 
 
 def _compared(

@@ -48,11 +48,14 @@ class Trainer:
 
     def __init__(self, level: str, setting: Setting, **options: Any) -> None:
         torch.manual_seed(0)
-        centres, labels = 2 * torch.randn(CLASSES, FEATURES), torch.randint(CLASSES, (BATCH,))
-        self.x = (centres[labels] + torch.randn(BATCH, FEATURES)).to(setting.device)
+        made_on: Any = {"device": "cpu", "dtype": torch.float32}  # the same on every device
+        centres = 2 * torch.randn(CLASSES, FEATURES, **made_on)
+        labels = torch.randint(CLASSES, (BATCH,), device="cpu")
+        self.x = (centres[labels] + torch.randn(BATCH, FEATURES, **made_on)).to(setting.device)
         self.labels = labels.to(setting.device)
-        self.first, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
-        network = nn.Sequential(self.first, FusedLayerNorm(WIDTH), nn.GELU(), last)
+        self.first = nn.Linear(FEATURES, WIDTH, **made_on)
+        norm, last = FusedLayerNorm(WIDTH, **made_on), nn.Linear(WIDTH, CLASSES, **made_on)
+        network = nn.Sequential(self.first, norm, nn.GELU(), last)
         network.to(setting.device)
         optimizer = FusedAdam(network.parameters(), lr=0.05, weight_decay=0.01)
         made = amp.initialize(network, optimizer, opt_level=level, verbosity=0, **options)

@@ -106,7 +106,7 @@ class FrozenBatchNorm2d(nn.Module):
     def __init__(self, n: int) -> None:
         super().__init__()
         for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
-            self.register_buffer(name, torch.full((n,), float(value)))
+            self.register_buffer(name, torch.full((n,), float(value), device=None, dtype=None))
 
     def get_scale_bias(self, nhwc: bool) -> tuple[Tensor, Tensor]:
         """What x is multiplied by, and what is added; channels are last with ``nhwc``."""

@@ -101,8 +101,8 @@ class BatchNorm2d_NHWC(_BatchNorm):
         group_of(f"{_NAME}: bn_group", bn_group)
         self.fuse_relu, self.bn_group, self.multi_stream = fuse_relu, bn_group, multi_stream
         self.max_cta_per_sm, self.cta_launch_margin = max_cta_per_sm, cta_launch_margin
-        self.minibatch_mean = torch.zeros(num_features)
-        self.minibatch_riv = torch.ones(num_features)
+        self.minibatch_mean = torch.zeros_like(self.weight)
+        self.minibatch_riv = torch.ones_like(self.weight)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize; with ``z``, for which ``fuse_relu`` must be set, return ``relu(y + z)``.

@@ -47,8 +47,8 @@ class FastLayerNorm(torch.nn.Module):
         super().__init__()
         self.epsilon = eps
         self.memory_efficient = memory_efficient
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size))
-        self.bias = torch.nn.Parameter(torch.empty(hidden_size))
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=None, dtype=None))
+        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=None, dtype=None))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

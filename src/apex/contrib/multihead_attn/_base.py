@@ -91,17 +91,18 @@ class MultiheadAttnBase(torch.nn.Module):
         self.mask_additive = mask_additive
         projections = [*PROJECTIONS[first_weight], ("out_proj_{}", 1)]
         rows = {name: parts * embed_dim for name, parts in projections}
+        placed: Any = {"device": None, "dtype": None}  # torch's defaults, as in torch.nn
         for name, size in rows.items():  # all weights first, as there: optimizers number them
-            weight = Parameter(torch.empty(size, embed_dim))
+            weight = Parameter(torch.empty(size, embed_dim, **placed))
             self.register_parameter(name.format("weight"), weight)
         for name, size in rows.items():
-            self.register_parameter(
-                name.format("bias"), Parameter(torch.empty(size)) if bias else None
-            )
+            empty = Parameter(torch.empty(size, **placed)) if bias else None
+            self.register_parameter(name.format("bias"), empty)
         if include_norm_add:
             fast = impl == "fast"
             for name in ("lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"):
-                self.register_parameter(name, Parameter(torch.empty(embed_dim)) if fast else None)
+                empty = Parameter(torch.empty(embed_dim, **placed)) if fast else None
+                self.register_parameter(name, empty)
             self.lyr_nrm = None if fast else FusedLayerNorm(embed_dim, EPS)
         self.reset_parameters()
 

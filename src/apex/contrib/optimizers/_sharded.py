@@ -93,7 +93,7 @@ class ShardedOptimizer(ShardedParameters):
         """The sum of squares of reduced gradients, and above 0 if one is not finite."""
         if of is None and self._measured is not None:
             return self._measured
-        found = torch.zeros(2, device=self._params()[0].device)
+        found = torch.zeros(2, device=self._params()[0].device, dtype=torch.float32)
         if grads := self._reduced(of):
             found[0] = square_sums(grads, flag=found[1:]).sum()
         torch.distributed.all_reduce(found, group=self._own and self._own.shards)

@@ -159,5 +159,5 @@ def _clipped(factor: Scalar, norm: Any, largest: float) -> Scalar:
     if not isinstance(norm, torch.Tensor) and not isinstance(factor, torch.Tensor):
         over = (norm * factor + 1e-6) / largest
         return factor / over if over > 1 else factor
-    over = (torch.as_tensor(norm * factor).reshape(()) + 1e-6) / largest
+    over = ((norm * factor).reshape(()) + 1e-6) / largest
     return factor / torch.where(over > 1, over, 1.0)

@@ -194,7 +194,7 @@ def best_order(matrix: torch.Tensor) -> torch.Tensor:
         swaps = _swaps(columns[order])
         if not swaps:
             break
-        left, right = torch.tensor(swaps, device=matrix.device).t()
+        left, right = torch.tensor(swaps, device=matrix.device, dtype=torch.int64).t()
         order[left], order[right] = order[right], order[left]
     return order
 

@@ -260,7 +260,8 @@ class ASP:
 
 def _calculator(given: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     if isinstance(given, str):
-        create_mask(torch.zeros(4), given)  # raises if there is none of this name
+        zeros = torch.zeros(4, device="cpu", dtype=torch.float32)
+        create_mask(zeros, given)  # raises if there is none of this name
         return functools.partial(create_mask, pattern=given)
     if not callable(given):
         raise TypeError(f"ASP: mask_calculator was {given!r}; pass a pattern or a function.")

@@ -40,7 +40,9 @@ def reshape_1d(matrix: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Size]:
 def compute_valid_1d_patterns(m: int, n: int) -> torch.Tensor:
     """Return the ways to keep ``n`` of ``m``: ``(m choose n, m)``, float32, first ones first."""
     kept = list(itertools.combinations(range(m), n))
-    return torch.zeros(len(kept), m).scatter_(1, torch.tensor(kept, dtype=torch.int64), 1.0)
+    columns = torch.tensor(kept, dtype=torch.int64, device="cpu")
+    zeros = torch.zeros(len(kept), m, dtype=torch.float32, device="cpu")
+    return zeros.scatter_(1, columns, 1.0)
 
 
 def compute_valid_2d_patterns(m: int, n: int) -> torch.Tensor:
@@ -55,7 +57,7 @@ def compute_valid_2d_patterns(m: int, n: int) -> torch.Tensor:
     for _ in range(m):
         longer = ((*start, row) for start in found for row in rows)
         found = [some for some in longer if max(map(sum, zip(*some, strict=True))) <= n]
-    return torch.tensor(found, dtype=torch.float32)
+    return torch.tensor(found, dtype=torch.float32, device="cpu")
 
 
 def mn_1d_best(matrix: torch.Tensor, m: int, n: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _pieces(*tensors: Any) -> Iterator[tuple[int, Sequence[Any]]]:
 
 
 def _forward(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
-    y, fill = x.new_empty(x.shape), torch.full((), MASKED, dtype=wide(x))
+    y, fill = x.new_empty(x.shape), x.new_full((), MASKED, dtype=wide(x))
     for row, (out, rows, masked) in _pieces(y, x, _masked(mask)):
         z = rows.to(wide(x))
         z = z * scale if z is rows else z.mul_(scale)

@@ -54,7 +54,7 @@ def clip_(
         ValueError: ``norm_type`` is not above 0, and a gradient is sharded.
     """
     if not grads and not any(map(is_sharded, over)):
-        return torch.tensor(0.0)
+        return torch.zeros((), device="cpu", dtype=torch.float32)
     norm = total_norm(grads, norm_type, over)
     factor = coefficient(norm, max_norm, norm_type, error_if_nonfinite)
     if grads:

@@ -132,7 +132,8 @@ def ranks_agree(described: Sequence[Any], group: Any, device: torch.device, mess
     Raises:
         RuntimeError: Ranks differ.
     """
-    mine = torch.tensor([zlib.crc32(repr([*described]).encode())], device=device)
+    number = zlib.crc32(repr([*described]).encode())
+    mine = torch.tensor([number], device=device, dtype=torch.int64)
     all_ = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(all_, mine, group=group)
     if all(one.item() == all_[0].item() for one in all_):

@@ -152,7 +152,7 @@ def run(
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
     """
     if not columns[0]:
-        return torch.zeros(len(sums), 0) if sums else None
+        return torch.zeros(len(sums), 0, device="cpu", dtype=torch.float32) if sums else None
     flags = flags if flag is not None else ()
     call = _Call(
         update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
@@ -171,6 +171,11 @@ def run(
         parts.append((others, _fused(_part(call, others))))
     found = [(positions, part.t()) for positions, part in parts if part is not None]
     return joined(found).t().contiguous() if found else None
+
+
+def _no_sums(call: _Call) -> torch.Tensor:
+    shape = len(call.sums), len(call.columns[0])
+    return torch.zeros(shape, device=call.device, dtype=torch.float32)
 
 
 def _part(call: _Call, positions: Sequence[int]) -> _Call:
@@ -194,7 +199,7 @@ def _reference(call: _Call) -> torch.Tensor | None:
     noop, sums = call.noop, call.sums
     if noop is not None and not _runtime.waits(noop.device):
         if noop.item():
-            return torch.zeros(len(sums), len(call.columns[0])) if sums else None
+            return _no_sums(call) if sums else None
         noop = None
     skip = None if noop is None else noop.reshape(()) != 0
     totals: list[torch.Tensor] = []
@@ -324,7 +329,7 @@ def _fused(call: _Call) -> torch.Tensor | None:
         shapes = [x.shape for x in call.columns[held[0].column]]
         sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
     if not any(sizes):
-        return torch.zeros(len(call.sums), len(sizes), device=device) if call.sums else None
+        return _no_sums(call) if call.sums else None
     columns = [*call.columns, *[one.absmax for one in held]]
     layout, tables = TABLES.of_launch(sizes, columns, device)
     if held:

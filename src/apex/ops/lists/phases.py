@@ -130,5 +130,6 @@ def _all_places(
     missing = [number for number in range(len(sharded)) if number not in known]
     moved = [(there, x.to(device, non_blocking=device.type != "cpu")) for there, x in parts]
     if missing:
-        moved.append((missing, torch.zeros(len(missing), kind.numbers, device=device)))
+        zeros = torch.zeros(len(missing), kind.numbers, device=device, dtype=torch.float32)
+        moved.append((missing, zeros))
     return joined(moved)

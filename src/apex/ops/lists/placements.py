@@ -198,7 +198,8 @@ def norm_of_all(
     for tensor, groups in zip(tensors, _groups_of_each(tensors), strict=True):
         kinds.setdefault(groups, (tensor, []))[1].append(local(tensor))
     device = local(tensors[0] if tensors else every[0]).device
-    norms = [norm(some) if some else torch.zeros((), device=device) for _, some in kinds.values()]
+    none = torch.zeros((), device=device, dtype=torch.float32)
+    norms = [norm(some) if some else none for _, some in kinds.values()]
     dtype = functools.reduce(torch.promote_types, [one.dtype for one in norms])
     # float64, which needs no agreement on a dtype, and whose squares do not overflow
     wide = torch.stack([one.to(device, torch.float64) for one in norms])

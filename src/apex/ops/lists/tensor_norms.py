@@ -70,7 +70,7 @@ def l2_norm(
 def _each(what: int, column: Column, factor: Scalar, flag: torch.Tensor | None) -> torch.Tensor:
     """Sum squares of each tensor, or find its largest magnitude."""
     if not column:
-        return torch.zeros(0)
+        return torch.zeros(0, device="cpu", dtype=torch.float32)
     device = column[0].device
     parts = []
     for positions, (tensors,), dense in grouped([column]):
@@ -116,7 +116,8 @@ def _square_sums_on_cpu(tensors: Column, factor: float) -> torch.Tensor:
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     short = [_shortened(x, wide, factor) for x in tensors]
-    lengths = torch.tensor([*map(torch.Tensor.numel, short)], device="cpu")
+    numels = [*map(torch.Tensor.numel, short)]
+    lengths = torch.tensor(numels, device="cpu", dtype=torch.int64)
     squares = flatten(short).double().square()
     return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).float()
 

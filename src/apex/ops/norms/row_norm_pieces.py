@@ -152,5 +152,6 @@ def _normalized(y: torch.Tensor, weight: Optional, bias: Optional, eps: float) -
     y = y if bias is None else y - bias
     if weight is None:
         return y
-    least = torch.where(weight < 0, -eps, eps).to(weight.dtype)
+    least = weight.new_full((), eps)  # torch's default dtype would decide that of two numbers
+    least = torch.where(weight < 0, -least, least)
     return y / torch.where(weight.abs() < eps, least, weight)

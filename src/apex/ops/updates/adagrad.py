@@ -65,7 +65,7 @@ def adagrad_(
 
 def _torchs(hyper: Adagrad) -> Callable[..., None]:
     """Torch's fused kernel for columns of one dtype on the CPU."""
-    step = torch.ones((), device="cpu")  # which matters with lr_decay only
+    step = torch.ones((), device="cpu", dtype=torch.float32)  # which matters with lr_decay only
 
     def kernel(grads: _List, params: _List, sums: _List) -> None:
         torch._fused_adagrad_(

@@ -67,7 +67,7 @@ def larc_phases(
     if clip:
         rate = (rate / scalar_on(lr, device)).clamp(max=1.0)
     usual = (grad != 0) & (param != 0)
-    # float32, whatever the default dtype is
-    decays = torch.where(usual, decay, 0.0).to(torch.float32)
+    # torch's default dtype would decide that of two numbers
+    decays = torch.where(usual, decay, param.new_zeros(()))
     scalars = LarcScalars(torch.where(usual, rate, 1.0), decays)
     run(LARC, [grads, params], ((0, 0),), scalars)

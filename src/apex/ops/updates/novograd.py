@@ -160,7 +160,7 @@ def _by_foreach(hyper: NovoGrad) -> Callable[..., None]:
 
     1e7 elements of 300 tensors take 17 ms, by the definition 70 (AMD EPYC, one thread).
     """
-    s = hyper.scalars(1.0, torch.empty(0))
+    s = hyper.scalars(1.0, torch.empty(0, device="cpu", dtype=torch.float32))
     lr, decay, share = float(s.lr), float(hyper.weight_decay), float(s.grad_share)
     shrunk, beta1 = cpu_fused.number(1 - lr * decay), cpu_fused.number(hyper.beta1)
     moved = -lr * float(s.unbias1)

@@ -138,9 +138,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
                 f"than a global batch of local_minibatch_size x data_parallel_size = {together}."
             )
         self.epoch, consumed = divmod(self.consumed_samples, batches * together)
-        generator = torch.Generator().manual_seed(self.epoch)
+        generator = torch.Generator("cpu").manual_seed(self.epoch)
         block = batches * self.local_minibatch_size
-        order = torch.randperm(block, generator=generator).tolist()
+        order = torch.randperm(block, generator=generator, device="cpu").tolist()
         first = consumed // self.data_parallel_size
         while (end := first + self.local_minibatch_size) <= block:
             self.consumed_samples += self.local_minibatch_times_data_parallel_size

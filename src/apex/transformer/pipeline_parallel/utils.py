@@ -191,7 +191,7 @@ def calc_params_l2_norm(model: Any, bf16: bool) -> float:
     """
     if not isinstance(bf16, bool):
         raise ArgumentError(f"calc_params_l2_norm: bf16 is {bf16!r}; pass a bool.")
-    total = torch.zeros((), device=parallel_state.current_device())
+    total = torch.zeros((), device=parallel_state.current_device(), dtype=torch.float32)
     for part in listify_model(model):
         for param in part.parameters():
             if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
@@ -254,7 +254,7 @@ def get_ltor_masks_and_position_ids(
     if reset_attention_mask:
         hidden = hidden | (document[:, None, :] != document[:, :, None])
     mask = hidden.view(-1, 1, length, length)
-    loss_mask = torch.ones(batch, length, device=data.device)
+    loss_mask = torch.ones(batch, length, device=data.device, dtype=torch.float32)
     if eod_mask_loss:
         loss_mask = loss_mask.masked_fill(ends, 0.0)
     positions = place.expand(batch, length)

@@ -93,7 +93,7 @@ def _initialize_affine_weight_cpu(
     values, of which each is divided by itself.
     """
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
-    whole = torch.empty(output_size, input_size, dtype=torch.float32)
+    whole = torch.empty(output_size, input_size, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         init_method(whole)
         whole = whole.to(params_dtype)

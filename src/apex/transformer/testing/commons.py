@@ -21,7 +21,7 @@ class IdentityLayer(torch.nn.Module):
 
     def __init__(self, size: Any, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(scale * torch.randn(size))
+        self.weight = torch.nn.Parameter(scale * torch.randn(size, device=None, dtype=None))
 
     def forward(self) -> torch.Tensor:
         """Return the parameter."""

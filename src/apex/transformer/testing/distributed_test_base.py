@@ -54,7 +54,7 @@ class DistributedTestBase(unittest.TestCase):
         tensors = [x for x in (first, second) if torch.is_tensor(x)]
         if len(tensors) == 1:  # beside a number, or numbers
             kwargs = {"check_dtype": False, **kwargs}
-            first, second = (torch.as_tensor(x, device=tensors[0].device) for x in (first, second))
+            first, second = (_beside(x, tensors[0]) for x in (first, second))
         if tensors or kwargs:
             torch.testing.assert_close(first, second, msg=msg, **kwargs)
         else:
@@ -139,6 +139,14 @@ def _run(cls: type[DistributedTestBase], method: str, rank: int, url: str, pipe:
         if case.destroy_pg_upon_exit:
             dist.destroy_process_group()
     pipe.send(answer)
+
+
+def _beside(x: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """``x`` as a tensor on the device of ``tensor``; numbers beside floats are float64."""
+    if torch.is_tensor(x):
+        return x.to(tensor.device)
+    dtype = torch.float64 if tensor.is_floating_point() else None
+    return torch.tensor(x, device=tensor.device, dtype=dtype)
 
 
 class NcclDistributedTestBase(DistributedTestBase):

@@ -71,7 +71,8 @@ def _read(folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _normal(images: torch.Tensor) -> torch.Tensor:
-    mean, deviation = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, DEVIATION))
+    images = images.to(torch.float32)
+    mean, deviation = (images.new_tensor(values).reshape(3, 1, 1) for values in (MEAN, DEVIATION))
     return (images / 255 - mean) / deviation
 
 

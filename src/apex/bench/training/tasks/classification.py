@@ -56,7 +56,8 @@ class Batches:
         rows = len(tensors[0])
         if batch_size > rows:
             raise UsageError(f"--batch {batch_size}: there are {rows} samples to train on")
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator("cpu").manual_seed(seed)
+        order = torch.randperm(rows, generator=generator, device="cpu")
         whole = order[: rows - rows % batch_size].reshape(-1, batch_size)
         self._tensors, self._seed, self._finish = tensors, seed, finish
         self._picked = whole.to(tensors[0].device)
@@ -65,7 +66,7 @@ class Batches:
         return len(self._picked)
 
     def __iter__(self) -> Iterator[Any]:
-        random = torch.Generator().manual_seed(self._seed)
+        random = torch.Generator("cpu").manual_seed(self._seed)
         for picked in self._picked:
             rows = tuple(tensor[picked] for tensor in self._tensors)
             yield rows if self._finish is None else self._finish(*rows, random)

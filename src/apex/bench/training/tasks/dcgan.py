@@ -64,8 +64,9 @@ def _step(
 
 
 def _with_noise(images: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    noise = torch.randn(len(images), NOISE, 1, 1, generator=random)  # the same on every device
-    return images, noise.to(images.device)
+    shape = len(images), NOISE, 1, 1
+    noise = torch.randn(shape, generator=random, device="cpu", dtype=torch.float32)
+    return images, noise.to(images.device)  # the same on every device
 
 
 def _adversarial(scores: torch.Tensor, truth: float) -> torch.Tensor:

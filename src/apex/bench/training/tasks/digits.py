@@ -6,6 +6,7 @@ on is one of the others, shifted by up to a pixel of its 8x8 and rotated by up t
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,8 @@ def originals() -> Split:
 
     pixels, labels = load_digits(return_X_y=True)
     parts = train_test_split(pixels / 16, labels, test_size=1 / 3, stratify=labels, random_state=0)
-    train_x, test_x = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) for x in parts[:2])
-    return Split(train_x, torch.tensor(parts[2]), test_x, torch.tensor(parts[3]))
+    train_x, test_x = (torch.from_numpy(x).float().reshape(-1, 1, 8, 8) for x in parts[:2])
+    return Split(train_x, torch.from_numpy(parts[2]), test_x, torch.from_numpy(parts[3]))
 
 
 def load(size: int, options: TaskOptions) -> Split:
@@ -42,12 +43,14 @@ def load(size: int, options: TaskOptions) -> Split:
     """
     train_x, train_y, test_x, test_y = originals()
     wanted = QUICK if options.quick else TRAINING
-    sources = torch.arange(wanted) % len(train_x)
-    random = torch.Generator().manual_seed(0)
-    degrees = ROTATION * (2 * torch.rand(wanted, generator=random) - 1)
-    shifts = SHIFT * (2 * torch.rand(wanted, 2, generator=random) - 1)
+    sources = torch.arange(wanted, device="cpu") % len(train_x)
+    made: Any = {"device": "cpu", "dtype": torch.float32}
+    random = torch.Generator("cpu").manual_seed(0)
+    degrees = ROTATION * (2 * torch.rand(wanted, generator=random, **made) - 1)
+    shifts = SHIFT * (2 * torch.rand(wanted, 2, generator=random, **made) - 1)
     train_x = enlarged(train_x[sources], size, degrees, shifts)
-    test_x = enlarged(test_x, size, torch.zeros(len(test_x)), torch.zeros(len(test_x), 2))
+    few = len(test_x)
+    test_x = enlarged(test_x, size, torch.zeros(few, **made), torch.zeros(few, 2, **made))
     return Split(train_x, train_y[sources], test_x, test_y).to(options.device)
 
 

@@ -23,11 +23,12 @@ NOISE = 0.1  # standard deviation; the targets have about 1
 
 def regression(options: TaskOptions) -> Task:
     """Mean squared error, on other samples too; there is no accuracy."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator("cpu").manual_seed(0)
+    made: Any = {"device": "cpu", "dtype": torch.float32}
     samples = QUICK if options.quick else SAMPLES
-    right = torch.randn(INPUTS, OUTPUTS, generator=random) / INPUTS**0.5
-    x = torch.randn(samples + HELD, INPUTS, generator=random)
-    y = x @ right + NOISE * torch.randn(samples + HELD, OUTPUTS, generator=random)
+    right = torch.randn(INPUTS, OUTPUTS, generator=random, **made) / INPUTS**0.5
+    x = torch.randn(samples + HELD, INPUTS, generator=random, **made)
+    y = x @ right + NOISE * torch.randn(samples + HELD, OUTPUTS, generator=random, **made)
     train, held = zip(
         *(part.to(options.device).split([samples, HELD]) for part in (x, y)), strict=True
     )

@@ -24,9 +24,9 @@ def resnet50(options: TaskOptions) -> Task:
     """1,000 classes and 25,557,032 parameters."""
 
     def loader(batch_size: int, seed: int) -> Iterable[Any]:
-        random = torch.Generator().manual_seed(seed)
-        images = torch.randn(batch_size, 3, SIZE, SIZE, generator=random)
-        classes = torch.randint(CLASSES, (batch_size,), generator=random)
+        random, shape = torch.Generator("cpu").manual_seed(seed), (batch_size, 3, SIZE, SIZE)
+        images = torch.randn(shape, generator=random, device="cpu", dtype=torch.float32)
+        classes = torch.randint(CLASSES, (batch_size,), generator=random, device="cpu")
         batch = images.to(options.device), classes.to(options.device)
         return [batch] * (QUICK if options.quick else STEPS)
 

@@ -88,7 +88,9 @@ def _numbered(tokens: Sequence[str]) -> Text:
     frequent = sorted(counts, key=lambda token: (-counts[token], token))
     vocabulary = ["<unknown>", "<mask>", *frequent][:LARGEST]
     number = {token: n for n, token in enumerate(vocabulary)}
-    numbers = torch.tensor([number.get(token, UNKNOWN) for token in tokens])
+    numbers = torch.tensor(
+        [number.get(token, UNKNOWN) for token in tokens], device="cpu", dtype=torch.int64
+    )
     return Text(numbers[:kept], numbers[kept:], vocabulary)
 
 
@@ -158,7 +160,7 @@ class _Transformer(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size, WIDTH)
-        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH, device=None, dtype=None))
         self.layers = nn.Sequential(*(_Layer(WIDTH, heads=4) for _ in range(2)))
         self.output = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, size))
 
@@ -245,7 +247,7 @@ def _masked_words(
     text = words()
     train, held = text.sequences(length, quick if options.quick else None)
     finish = partial(masked, size=len(text.vocabulary))
-    test = finish(held, torch.Generator().manual_seed(0))
+    test = finish(held, torch.Generator("cpu").manual_seed(0))
     data = Split(train, train, *test).to(options.device)
     return Classification(
         data, model=lambda: _Bert(transformers, sizes), optimizer="FusedAdam", at_once=32,
@@ -277,8 +279,10 @@ def masked(
     Returns:
         What the model reads, and the words asked for, with `IGNORED` elsewhere.
     """
-    asked, how = torch.rand(2, *rows.shape, generator=random).to(rows.device)
-    others = torch.randint(2, size, rows.shape, generator=random).to(rows.device)
+    shape = 2, *rows.shape
+    drawn = torch.rand(shape, generator=random, device="cpu", dtype=torch.float32)
+    others = torch.randint(2, size, rows.shape, generator=random, device="cpu").to(rows.device)
+    asked, how = drawn.to(rows.device)
     tokens = torch.where(how < REPLACED, torch.where(how < MASKED, MASK, others), rows)
     chosen = asked < ASKED
     return torch.where(chosen, tokens, rows), torch.where(chosen, rows, IGNORED)

@@ -141,7 +141,9 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
         )  # fmt: skip
 
     if grad_scaler is not None:  # stages without a loss unscale and step with it, too
-        grad_scaler.scale(torch.zeros((), device=parallel_state.current_device()))
+        grad_scaler.scale(
+            torch.zeros((), device=parallel_state.current_device(), dtype=torch.float32)
+        )
     with contextlib.ExitStack() as sync:
         default = getattr(model, "no_sync", contextlib.nullcontext)
         sync.enter_context((custom_sync_context_handler or default)())

@@ -1,0 +1,82 @@
+"""What is computed is the same under any default device and default dtype of torch.
+
+Programs set them for their models, those of 2018 to 2020 by `set_default_tensor_type`. Only
+parameters of modules that a program makes follow them. `meta` stands for a GPU.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from apex import amp
+from apex.ops.lists import phases
+from tests.default_programs import MODULES, PROGRAMS
+
+OTHERS = ("meta", torch.float64, torch.float16, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def default(other):
+    """Torch's default device or dtype, or with None the usual ones."""
+    dtype = torch.get_default_dtype()
+    if isinstance(other, str):
+        torch.set_default_device(other)
+    elif other is not None:
+        torch.set_default_dtype(other)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    yield
+    amp.reset()
+
+
+def described(tensor):
+    """Device, dtype, shape and bits."""
+    bits = tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return str(tensor.device), tensor.dtype, tensor.shape, bits
+
+
+def run_under(name, other):
+    run = PROGRAMS[name]()
+    with default(other):
+        found = run()
+    amp.reset()
+    return [*map(described, found)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_default_changes_a_bit(name):
+    usual = run_under(name, None)
+    for other in OTHERS:
+        assert run_under(name, other) == usual, other
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_that_a_program_makes_follow_the_defaults(name):
+    make, _ = MODULES[name]
+    with default("meta"):
+        module = make()
+    floats = [x for x in module.state_dict().values() if x.is_floating_point()]
+    assert floats
+    assert {x.device.type for x in floats} == {"meta"}
+    with default(torch.float64):
+        module = make()
+    assert {x.dtype for x in module.state_dict().values() if x.is_floating_point()} == {
+        torch.float64
+    }
+
+
+def test_ranks_with_and_without_gradients_send_one_dtype():
+    """A float64 message of one rank and a float32 one of another would hang or mix bits."""
+    kind, params = phases.Kind(2), [torch.ones(2), torch.ones(3)]
+    part = torch.ones(1, 2)
+    with default(torch.float64):
+        found = [phases._all_places(parts, params, kind) for parts in ([([0], part)], [])]
+    assert [one.dtype for one in found] == [torch.float32] * 2
