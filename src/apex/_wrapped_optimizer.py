@@ -58,7 +58,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return repr(self.optim)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("optim", *self._own)}
+        mine = vars(self)
+        return {name: mine[name] for name in ("optim", *self._own) if name in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

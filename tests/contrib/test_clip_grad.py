@@ -135,3 +135,13 @@ def test_complex_gradients_as_torch_clips_them(path):
         results.append((norm, param.grad))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_are_refused():
+    param = torch.nn.Parameter(
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    )
+    param.grad = param.detach().clone()
+    with pytest.raises(TypeError, match="clip_grad_norm_: parameter 0 is a nested tensor"):
+        clip_grad_norm_([param], 1.0)

@@ -218,6 +218,7 @@ def test_hooks_run_once(make):
 
 @every
 @pytest.mark.parametrize("argument", ["grads", "output_params"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_lists_that_do_not_fit(make, argument):
     params = parameters(shapes=SMALL)
     optimizer = make(params)
@@ -227,6 +228,9 @@ def test_lists_that_do_not_fit(make, argument):
         optimizer.step(**{argument: [params[0].grad]})
     with pytest.raises(ValueError, match="grad_norms held 3 norms, and there are 1 groups"):
         optimizer.step(grad_norms=[1.0, 2.0, 3.0])
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(TypeError, match=f"{argument}: tensor 1 is a nested tensor"):
+        optimizer.step(**{argument: [params[0].grad, nested]})
     assert same(before, values(params))
 
 

@@ -93,6 +93,22 @@ def test_sizes_that_do_not_fit(name):
         call(name, lists)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_are_refused(name, layout):
+    """A strided one would be compared with a dense one, which ends the process."""
+    dense = [torch.ones(3) for _ in range(5)]
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+    lists = [[*dense] for _ in range(NUMBERS[name][0])]
+    if name != "multi_tensor_novograd" and "stage" not in name:  # which want a number for each
+        call(name, lists)
+    lists[-1][1] = nested
+    number = len(lists) - 1
+    with pytest.raises(TypeError, match=f"{name}, list {number}: tensor 1 is a nested tensor"):
+        call(name, lists)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ALL)
 def test_empty_tensors_are_passed_over_wherever_they_are(name, path):

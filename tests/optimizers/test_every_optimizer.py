@@ -102,6 +102,47 @@ def test_an_empty_group_is_skipped(make):
 
 
 @every
+def test_an_empty_group_is_saved_with_the_greatest_step(make):
+    """For a rank that has parameters there. In memory it has none: what is added begins anew."""
+    first, second, late, alone = parameters(shapes=[(7,), (5,), (4,), (4,)])
+    kind = {"algorithm": "adam"} if make is EVERY["FusedMuon"] else {}  # its matrices have no step
+    optimizer = make([{"params": [first]}, {"params": [], **kind}])
+    train(optimizer, [first], range(2))
+    optimizer.add_param_group({"params": [second]})
+    train(optimizer, [first, second], range(1))
+    saved = optimizer.state_dict()
+    steps = [group.get("step") for group in saved["param_groups"]]
+    assert [*map(int, filter(None, steps))] == ([3, 3, 1] if optimizer._counts_steps else [])
+    # There, with a parameter that has no state yet.
+    groups = copy.deepcopy(saved["param_groups"])
+    for number, group in enumerate(groups):
+        group["params"] = [number]
+        group.pop("exp_avg_sq", None)  # norms of NovoGrad's parameters, which have a state
+    other = make([{"params": [param], **kind} for param in parameters(shapes=[(7,), (4,), (5,)])])
+    other.load_state_dict({"state": {}, "param_groups": groups})
+    assert int(other.param_groups[1].get("step", 3)) == 3
+    # Here.
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[1]["params"].append(late)
+    first.grad = second.grad = None
+    alone.data.copy_(late.data)
+    new = make([{"params": [alone], **kind}])
+    assert same(train(optimizer, [late], range(2)), train(new, [alone], range(2)))
+
+
+def test_steps_of_empty_groups_are_found_on_the_device():
+    first, second = parameters(shapes=SMALL)
+    optimizer = FusedAdam([{"params": [first]}, {"params": []}, {"params": [second]}])
+    optimizer.param_groups[2]["step"] = 4
+    give_grads([first, second], 0)
+    with lagging_device():
+        optimizer.step_scaled(1.0, torch.zeros(()))
+        optimizer.param_groups[0]["step"] = 1  # one that the host has counted
+        saved = optimizer.state_dict()
+    assert torch.equal(saved["param_groups"][1]["step"], torch.tensor([5], dtype=torch.int32))
+
+
+@every
 def test_a_parameter_that_is_twice_in_a_group_is_stepped_once(make):
     once, twice = (parameters(shapes=SMALL) for _ in range(2))
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
@@ -759,7 +800,8 @@ def test_deepcopy_and_pickle(make, storage):
     copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     expected = train(optimizer, params, range(2, 4))
     for copied in copies:
-        assert {*vars(optimizer)} - {*vars(copied)} <= {"_warned_capturable_if_run_uncaptured"}
+        later = {"_warned_capturable_if_run_uncaptured", "_written", "_begun"}
+        assert {*vars(optimizer)} - {*vars(copied)} <= later
         both = [
             [param for group in one.param_groups for param in group["params"]]
             for one in (optimizer, copied)
@@ -768,6 +810,19 @@ def test_deepcopy_and_pickle(make, storage):
         others = [of[param] for param in params]
         assert same(train(copied, others, range(2, 4)), expected)
         copied.add_param_group({"params": parameters(torch.bfloat16), "lr": 0.1})
+
+
+@every
+def test_a_pickle_grows_as_the_weights_do(make):
+    """torch.save writes memory once that tensors share; pickle writes it for each."""
+    sizes = []
+    for count in (50, 100):
+        params = parameters(shapes=[(2,)] * count)
+        optimizer = make(params)
+        train(optimizer, params, range(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        sizes.append(len(pickle.dumps(optimizer)))
+    assert sizes[1] < 2 * sizes[0]
 
 
 DUPLICATES = [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
@@ -955,6 +1010,18 @@ def test_sparse_gradients_are_refused_and_nothing_changes(make):
     assert same(before, values(params))
     assert not optimizer.state
     assert "step" not in optimizer.param_groups[0]
+
+
+@every
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_are_refused(make, layout):
+    """Of strided ones torch would end the process."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    optimizer = make(parameters(shapes=SMALL[:1]))
+    with pytest.raises(TypeError, match=r"parameter 1 is a nested tensor.* Pass its parts"):
+        optimizer.add_param_group({"params": [*parameters(shapes=SMALL[:1]), nested]})
+    assert len(optimizer.param_groups) == 1
 
 
 @every

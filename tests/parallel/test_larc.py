@@ -301,6 +301,15 @@ def test_the_first_signature():
         LARC(sgd(parameters()), 0.02, 1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_gradients_are_refused():
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    param = torch.nn.Parameter(jagged)
+    param.grad = param.detach().clone()
+    with pytest.raises(TypeError, match="LARC: gradient 0 is a nested tensor"):
+        LARC(sgd([param])).step()
+
+
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
 def test_other_gradients_are_refused(kind):
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64 if kind == "complex" else None))
@@ -309,6 +318,20 @@ def test_other_gradients_are_refused(kind):
     with pytest.raises(RuntimeError, match="sparse or complex"):
         LARC(sgd([param], weight_decay=0.1)).step()
     assert torch.equal(before, param.detach())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_expanded_gradients_are_left_alone(path):
+    """Their elements share memory, so nothing can be written there."""
+    params, expected = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    for param, other in zip(params, expected, strict=True):
+        param.grad = torch.ones(()).expand(param.shape)
+        other.grad = torch.ones_like(other)
+    with on(path):
+        LARC(sgd(params)).step()
+        LARC(sgd(expected)).step()
+    assert same(values(params), values(expected))
+    assert all(param.grad.eq(1).all() for param in params)
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])

@@ -34,6 +34,9 @@ def _for_each(method: Callable[..., None]) -> Callable[..., None]:
 class _Layers(nn.Module):
     rnns: Any
     _build: Callable[[Any, int], None]
+    # What modules that an older Apex pickled whole may lack.
+    dropout: float = 0
+    batch_first, nLayers = False, 1
 
     def __init__(
         self,

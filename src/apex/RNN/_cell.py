@@ -11,6 +11,7 @@ dropout draws the same random numbers either way, and a backward pass after a fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -76,6 +77,8 @@ class RNNCell(nn.Module):
     w_ho: nn.Parameter | None
     b_ih: nn.Parameter | None
     b_hh: nn.Parameter | None
+    # What modules that an older Apex pickled whole may lack.
+    n_hidden_states, bias = 2, False
     _left: Any  # the states that the last run_layer left, and the backward pass that it ran in
 
     def __init__(
@@ -115,9 +118,14 @@ class RNNCell(nn.Module):
         ):
             empty = torch.empty(shape, device=None, dtype=None) if is_there else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
-        self.hidden: list[Tensor | None] = [None] * n_hidden_states
+        self.hidden = [None] * n_hidden_states
         self.reset_parameters()
         self.flatten_parameters()
+
+    @functools.cached_property
+    def hidden(self) -> list[Tensor | None]:
+        """The states."""
+        return [None] * self.n_hidden_states
 
     def reset_parameters(self, gain: float = 1) -> None:
         """Draw new parameters, uniform in ``±1 / sqrt(hidden_size)``; ``gain`` is not used."""

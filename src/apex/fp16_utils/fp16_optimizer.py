@@ -82,6 +82,10 @@ class FP16_Optimizer(MasterOptimizer):
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
     }
+    # What optimizers that an older Apex pickled whole may lack.
+    verbose = first_closure_call_this_step = True
+    overflow = _pending = _lowered = False
+    _skipped = 0
     #: Whether gradients are checked with a static scale too.
     _always_checks = False
 

@@ -3,6 +3,7 @@
 Products are PyTorch's; :mod:`apex.ops.layers.dense` says why no kernel of ours is added.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -71,6 +72,14 @@ class MLP(torch.nn.Module):
         torch.Size([3, 5, 2])
     """
 
+    # What modules that an older Apex pickled whole may lack.
+    bias = True
+
+    @functools.cached_property
+    def activation(self) -> int:
+        """As `mlp_function` takes it; Apex's layers of 2020 had ``relu`` instead, yes or no."""
+        return int(vars(self).get("relu", True))
+
     def __init__(
         self,
         mlp_sizes: Sequence[int],
@@ -91,7 +100,7 @@ class MLP(torch.nn.Module):
                 f"MLP: mlp_sizes is {self.mlp_sizes}; pass at least two sizes, input and output."
             )
         self.bias = bool(bias)
-        self.activation = ops.ACTIVATIONS.index(activation)  #: as `mlp_function` takes it
+        self.activation = ops.ACTIVATIONS.index(activation)
         for i, (before, after) in enumerate(zip(self.mlp_sizes, self.mlp_sizes[1:], strict=False)):
             weight = torch.empty(after, before, device=device, dtype=dtype)
             self.register_parameter(f"weight_{i}", torch.nn.Parameter(weight))

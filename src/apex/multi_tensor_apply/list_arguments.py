@@ -19,7 +19,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists import columns
-from apex.ops.lists.columns import Column, flag_on, local_parts, scalar_on
+from apex.ops.lists.columns import Column, flag_on, local_parts, refuse_nested, scalar_on
 from apex.ops.lists.metadata import of_metadata
 
 _Arguments = ParamSpec("_Arguments")
@@ -136,6 +136,7 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
 
     Raises:
         RuntimeError: The lists do not fit; the messages are those of the original.
+        TypeError: A tensor is nested.
     """
     if len(lists) not in depths:
         wanted = " or ".join(map(str, depths))
@@ -143,6 +144,8 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
             f"tensor_lists.size() != depth: {name} takes {wanted} lists of tensors and got "
             f"{len(lists)}."
         )
+    for number, tensors in enumerate(lists):
+        refuse_nested(f"{name}, list {number}: tensor", tensors)
     columns = [[*local_parts(tensors)] for tensors in lists]
     if _fit_as_they_are(columns):
         return columns

@@ -21,6 +21,7 @@ from apex.multi_tensor_apply.list_arguments import (
 )
 from apex.ops.lists.columns import Scalar, grouped, taken
 from apex.ops.lists.multi_tensor import run
+from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_norms import square_sums
@@ -173,9 +174,14 @@ def _stepped(
 ) -> None:
     """Step the lists; one behind gradients, weights and ``states`` gets the weights, rounded."""
     numbers = numbers_of(kind, given)
-    for _, some, dense in grouped(given.columns):
+    grads, *others = given.columns
+    copies = own_copies(grads) if options.write_grads or step is lamb_ else {}
+    mine = [copies.get(number, grad) for number, grad in enumerate(grads)]
+    for _, some, dense in grouped([mine, *others]):
         extra = some[2 + states] if len(some) > 2 + states else None
         step(some[: 2 + states], numbers, options._replace(extra=extra, dense=dense))
+    if options.write_grads:
+        write_back(grads, copies)
 
 
 @list_function((3, 4), "wd momentum dampening lr nesterov first_run wd_after_momentum scale")
@@ -289,8 +295,8 @@ def multi_tensor_lamb(given: Any) -> None:
     """``[grad, param, exp_avg, exp_avg_sq]``: one step of :mod:`apex.ops.updates.lamb`.
 
     Gradients are clipped by ``global_grad_norm`` to ``max_grad_norm``, where 0 means not at all,
-    and left holding the term. ``mode`` 0 is an L2 penalty, 1 a decoupled decay. The flag is
-    ignored.
+    and left holding the term; those that share memory are left as they are. ``mode`` 0 is an L2
+    penalty, 1 a decoupled decay. The flag is ignored.
     """
     clipping = _clipping(given.global_grad_norm, given.max_grad_norm)
     _stepped(lamb_, Lamb, given, StepOptions(clipping))

@@ -179,10 +179,11 @@ class _RowNorm(torch.nn.Module):
     _mixed = False  # whether the output has the weight's dtype, whatever the input's
     _parameter_names: tuple[str, ...] = ("weight",)
     normalized_shape: tuple[int, ...]
-    eps: float
-    elementwise_affine: bool
-    memory_efficient: bool
     weight: torch.Tensor | None
+    # What modules that an older Apex pickled whole may lack.
+    eps: float = 1e-5
+    elementwise_affine: bool = True
+    memory_efficient: bool = False
 
     def __init__(
         self,

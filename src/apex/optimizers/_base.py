@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat, starmap
-from operator import attrgetter, is_
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.amp.grad_scaler import OptState
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_real_and_strided
+from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.storage import ScaledStep, StepOptions
@@ -36,11 +36,11 @@ from apex.optimizers._buckets import (
     counted,
     joined,
     split,
+    with_copies,
+    with_grads,
 )
 from apex.optimizers._state import StatefulOptimizer
-from apex.optimizers._zero import Partition, partition
-
-_GRAD = attrgetter("grad")
+from apex.optimizers._zero import partition
 
 
 class FusedOptimizer(StatefulOptimizer):
@@ -77,13 +77,13 @@ class FusedOptimizer(StatefulOptimizer):
     _algorithm: Callable[[Any, Any, StepOptions], Phases | None]
     _numbers: Any
 
-    # Set where a ZeroRedundancyOptimizer has given other ranks the other parameters.
-    _partition: Partition | None = None
-
+    set_grad_none = True  # where an older Apex has pickled the whole optimizer
     # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
     # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
     _step_supports_amp_scaling = False
 
+    #: Whether a step writes into gradients something that differs from weight to weight.
+    _writes_grads = False
     #: Where arguments of ``step`` that are no longer taken still are, for the message.
     _takes_arguments = ""
     #: Whether groups of equal numbers share launches: not where a group has tensors of its own.
@@ -198,7 +198,8 @@ class FusedOptimizer(StatefulOptimizer):
             factor: What gradients are multiplied by: 1 / loss scale, times a clipping coefficient.
                 A one-element tensor is read where the kernels run.
             noop: One-element tensor; the step is skipped if it is not 0.
-            write_grads: Whether the gradients are left multiplied by ``factor``.
+            write_grads: Whether the gradients are left multiplied by ``factor``, but for inference
+                tensors.
             copies: 16-bit weights that also get the new values, by parameter.
             grads: Gradients instead of ``param.grad``, by parameter.
         """
@@ -209,26 +210,26 @@ class FusedOptimizer(StatefulOptimizer):
             noop = None
         if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
             factor = float(factor)
-        active = [_with_grads(group, grads) for group in self.param_groups]
+        active = [with_grads(group, grads) for group in self.param_groups]
         every = [param for group in self.param_groups for param in group["params"]]
         tensors = chain(every, chain.from_iterable(one.grads for one in active))
         plain = OWN_MEMORY.issuperset(map(type, tensors))
         sharded = [] if plain else [*filter(is_sharded, every)]
         if not plain:
             active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
+        gradients = [grad for one in active for grad in one.grads]
+        self._check_grads(gradients)
+        copied = own_copies(gradients) if write_grads or self._writes_grads else {}
+        active = with_copies(active, copied) if copied else active
         together = joined(active, self.defaults if self._joins_groups else None, noop)
         stepped = [param for groups in together for _, params, _ in groups for param in params]
-        gradients = [grad for groups in together for _, _, found in groups for grad in found]
-        # All checks before anything changes.
-        self._check_stored(stepped)
-        self._check_grads(gradients)
+        self._check_stored(stepped)  # all checks before anything changes
         self._follow_written()
         self._prepare_step(active, factor, noop)
         largest = self._largest_norm()
         if largest:
-            found = [grad for one in active for grad in one.grads]
             factor = clipped(
-                found, factor, largest, over=sharded and every, partition=self._partition
+                gradients, factor, largest, over=sharded and every, partition=self._partition
             )
         lists = [*self._lists(together, copies, plain=plain)]
         options = StepOptions(
@@ -240,6 +241,8 @@ class FusedOptimizer(StatefulOptimizer):
         )
         updates = self._updates(together, chain.from_iterable(starmap(split, lists)), options)
         self._finish(updates, sharded)
+        if not self._writes_grads:
+            write_back(gradients, copied)
         self._note_versions()
 
     def _finish(
@@ -319,10 +322,6 @@ class FusedOptimizer(StatefulOptimizer):
     ) -> None:
         """Called once before the groups are stepped: for what needs all gradients."""
 
-    def _counted_groups(self) -> Sequence[dict[str, Any]]:
-        """The groups that have a "step"."""
-        return self.param_groups
-
     def _largest_norm(self) -> float:
         """What the norm of all gradients together is clipped to; 0 for no clipping."""
         return 0.0
@@ -356,22 +355,6 @@ class FusedOptimizer(StatefulOptimizer):
             for name in kind.__match_args__
         ]
         return kind(*numbers)
-
-
-def _with_grads(
-    group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
-) -> GroupGrads:
-    """The group with those of its parameters that have a gradient."""
-    params = group["params"]
-    found: list[Any]
-    if grads is None:
-        found = [*map(_GRAD, params)]
-    else:
-        found = [grads.get(param, param.grad) for param in params]
-    if any(map(is_, found, repeat(None))):
-        params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
-        found = [grad for grad in found if grad is not None]
-    return GroupGrads(group, params, found)
 
 
 def _on(value: Scalar, device: torch.device) -> Scalar:

@@ -12,8 +12,8 @@ are edited.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from itertools import count, groupby, repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from apex.ops import _runtime
 from apex.ops.lists.columns import of_one_kind
 from apex.ops.updates.adam import StepCounts
 
-_DTYPE, _DEVICE = map(attrgetter, ("dtype", "device"))
+_DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
 
 # Of `split`.
 SplitArguments = tuple[
@@ -42,6 +42,33 @@ class GroupGrads(NamedTuple):
     group: dict[str, Any]
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
+
+
+def with_grads(
+    group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
+) -> GroupGrads:
+    """The group with those of its parameters that have a gradient."""
+    params = group["params"]
+    found: list[Any]
+    if grads is None:
+        found = [*map(_GRAD, params)]
+    else:
+        found = [grads.get(param, param.grad) for param in params]
+    if any(map(is_, found, repeat(None))):
+        params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
+        found = [grad for grad in found if grad is not None]
+    return GroupGrads(group, params, found)
+
+
+def with_copies(
+    active: Iterable[GroupGrads], copies: Mapping[int, torch.Tensor]
+) -> list[GroupGrads]:
+    """The groups with copies of some gradients, by the number of a gradient among those of all."""
+    numbers = count()
+    return [
+        one._replace(grads=[copies.get(next(numbers), grad) for grad in one.grads])
+        for one in active
+    ]
 
 
 def joined(

@@ -23,6 +23,7 @@ from apex.ops.lists.placements import described, fits
 from apex.ops.lists.storage import PLAIN
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._groups import GroupedOptimizer
+from apex.optimizers._zero import Partition
 
 _SHAPE = attrgetter("shape")
 # Keys that the optimizers of torch.optim keep in their groups and ours do not know. Those that
@@ -38,6 +39,21 @@ StateDict = dict[str, Any]
 def _slots_in(state: Mapping[str, Any]) -> set[str]:
     """The keys of a state, and the slots of which it has codes."""
     return {*state, *filter(functools.partial(eight_bit.is_code, state), eight_bit.CODES)}
+
+
+def _greatest(steps: Sequence[int | torch.Tensor]) -> int | torch.Tensor:
+    """The greatest step, on a device if one is there; nothing waits for that."""
+    device = next((step.device for step in steps if isinstance(step, torch.Tensor)), None)
+    if device is None:
+        return max(steps)
+    there = functools.partial(torch.full, (1,), dtype=torch.int32, device=device)
+    each = [
+        step.to(device, torch.int32, non_blocking=device.type != "cpu").reshape(1)
+        if isinstance(step, torch.Tensor)
+        else there(fill_value=step)
+        for step in steps
+    ]
+    return torch.cat(each).amax(0, keepdim=True)
 
 
 class SavedOptimizer(GroupedOptimizer):
@@ -57,6 +73,13 @@ class SavedOptimizer(GroupedOptimizer):
     _keeps_saved_dtypes = False
     #: Whether groups have a "step".
     _counts_steps = True
+
+    # Set where a ZeroRedundancyOptimizer has given other ranks the other parameters.
+    _partition: Partition | None = None
+
+    def _counted_groups(self) -> Sequence[dict[str, Any]]:
+        """The groups that have a "step"."""
+        return self.param_groups
 
     def _stepped_slots(self) -> tuple[str, ...]:
         """The slots that a step needs now."""
@@ -80,6 +103,21 @@ class SavedOptimizer(GroupedOptimizer):
     ) -> dict[str, torch.Tensor]:
         """What the state has for a slot of this value."""
         return eight_bit.held(value, slot) if self._is_held(slot, param) else {slot: value}
+
+    def _with_steps(self, saved: StateDict) -> StateDict:
+        """Give groups without parameters the greatest step of all, in a state dict.
+
+        In memory they have none: parameters that are added begin at the first step. But a rank of
+        this checkpoint may have parameters there, whose steps were counted by others.
+        """
+        numbers = {id(group): n for n, group in enumerate(self.param_groups)}
+        counted = self._counted_groups() if self._counts_steps and self._partition is None else ()
+        groups = [saved["param_groups"][numbers[id(group)]] for group in counted]
+        steps = [group["step"] for group in groups if "step" in group]
+        for group in groups if steps else ():
+            if not group["params"]:
+                group["step"] = _greatest(steps)
+        return saved
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.
@@ -209,6 +247,8 @@ class SavedOptimizer(GroupedOptimizer):
         for group in self.param_groups:
             if isinstance(group.get("step"), torch.Tensor) and group["params"]:
                 group["step"] = group["step"].to(group["params"][0].device)
+            if not group["params"] and self._partition is None:
+                group.pop("step", None)  # see _with_steps
             self._prepare(group)
 
     def _restore_codes(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:

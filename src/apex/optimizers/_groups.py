@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
+from apex.ops.lists.columns import refuse_nested
 from apex.ops.lists.placements import is_partial
 from apex.ops.lists.storage import STORAGES, Storage
 from apex.optimizers._eight_bit import STATES, check_placement
@@ -39,6 +40,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     #: Keys of groups that other optimizers know, and that change what is computed.
     _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
 
+    # What optimizers that an older Apex pickled whole may lack.
+    storage = "plain"
     #: The argument ``state``: the name is that of torch's dictionary.
     _state_form = "plain"
 
@@ -73,6 +76,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
                 number out of range. Keys of the program's own are kept.
             RuntimeError: A parameter that cannot be stepped.
+            TypeError: A parameter is a nested tensor.
         """
         if isinstance(param_group, dict):
             self._check_keys(param_group)
@@ -177,13 +181,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     "needs 0 <= beta < 1."
                 )
 
-    def _check_params(self, params: Any) -> None:
-        """Raise ``RuntimeError`` for a tensor (maybe with its name) that cannot be stepped."""
+    def _tensors(self, params: Any) -> list[torch.Tensor]:
+        """The tensors among parameters (maybe with names); ``TypeError`` if one is nested."""
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        for entry in listed:
-            tensor = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
-            if not isinstance(tensor, torch.Tensor):
-                continue  # torch's own error says what it is
+        pairs = (isinstance(entry, tuple) and len(entry) == 2 for entry in listed)
+        every = [x[1] if is_pair else x for x, is_pair in zip(listed, pairs, strict=True)]
+        tensors = [x for x in every if isinstance(x, torch.Tensor)]  # torch's own error says others
+        refuse_nested(f"{self._name}: parameter", tensors)
+        return tensors
+
+    def _check_params(self, params: Any) -> None:
+        """Raise for a tensor (maybe with its name) that cannot be stepped."""
+        for tensor in self._tensors(params):
             if tensor.dtype not in (*HALF, torch.float32, torch.float64):
                 raise RuntimeError(
                     f"{self._name} only support fp16 and fp32 (and bf16, fp64); a parameter has "

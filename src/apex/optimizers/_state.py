@@ -6,6 +6,7 @@ and stay so through ``load_state_dict``. The step count is per group, as in the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, itemgetter, methodcaller
@@ -24,7 +25,7 @@ _MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE, _DTYPE, _GET_DEVICE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.get_device
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
-_NOT_COPIED = {"_amp_stash", "_scaled_step", "_written", "_dummy_overflow_buf"}
+_NOT_COPIED = {"_amp_stash", "_scaled_step", "_written", "_dummy_overflow_buf", "_begun"}
 
 
 class StatefulOptimizer(SavedOptimizer):
@@ -36,8 +37,12 @@ class StatefulOptimizer(SavedOptimizer):
     def __init__(
         self, params: Any, defaults: dict[str, Any], storage: str, state: str = "plain"
     ) -> None:
-        self._written: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}
         super().__init__(params, defaults, storage, state)
+
+    @functools.cached_property
+    def _written(self) -> dict[torch.Tensor, tuple[int, torch.Tensor]]:
+        """By parameter, its version at the last step, and what is stored beside it."""
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's copies hold only groups and state, and would lose a subclass's arguments. Hooks
@@ -50,10 +55,6 @@ class StatefulOptimizer(SavedOptimizer):
         }
         state: dict[str, Any] = super().__getstate__()
         return {**arguments, **state}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        vars(self).setdefault("_written", {})
 
     # -- the state of a parameter ------------------------------------------------------------------
 
@@ -296,5 +297,4 @@ class StatefulOptimizer(SavedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch saves it."""
         self._follow_written()
-        found: dict[str, Any] = super().state_dict()
-        return found
+        return self._with_steps(super().state_dict())

@@ -36,6 +36,7 @@ class FusedAdagrad(FusedOptimizer):
     slots = ("sum",)
     _algorithm, _numbers = staticmethod(adagrad_), Adagrad
     narrow_slots = ("sum",)
+    adagrad_w_mode = False
     _counts_steps = False
     _refused_keys = (*FusedOptimizer._refused_keys, "lr_decay")
     # Subclasses with a step of their own call these, as in the original.

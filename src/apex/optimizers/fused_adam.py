@@ -47,6 +47,8 @@ class FusedAdam(FusedOptimizer):
 
     slots = ("exp_avg", "exp_avg_sq")
     _algorithm, _numbers = staticmethod(adam_), Adam
+    adam_w_mode, eps_inside_sqrt, use_mt, max_grad_norm = True, False, False, 0.0
+    capturable = master_weights = False
     _not_in_torch = ("bias_correction",)
     _takes_arguments = " apex.contrib.optimizers.FusedAdam still takes them."
     # Subclasses with a step of their own call these, as in the original.

@@ -23,6 +23,8 @@ class FusedLAMB(FusedOptimizer):
     the learning rate, so clear it; ``max_grad_norm`` is the constructor's, that of a group
     is ignored; moments of float16 parameters are float16. Those of bfloat16 parameters, which the
     original refused, are float32: eight bits cannot hold a sum that changes by a thousandth.
+    Gradients that share memory, such as one tensor for two weights, and inference tensors are left
+    as they are.
 
     The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
@@ -42,6 +44,8 @@ class FusedLAMB(FusedOptimizer):
 
     slots = ("exp_avg", "exp_avg_sq")
     _algorithm, _numbers = staticmethod(lamb_phases), Lamb
+    _writes_grads = True
+    adam_w_mode, use_nvlamb = 1, False
     narrow_slots = ("exp_avg", "exp_avg_sq")
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_l2norm = staticmethod(list_functions.multi_tensor_l2norm)

@@ -35,6 +35,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     _keeps_saved_dtypes = True
+    reduced_precision_dtype: torch.dtype | None = None
+    _first_step: int | torch.Tensor = 0
     _on_device = _step_supports_amp_scaling = True
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_l2norm = staticmethod(list_functions.multi_tensor_l2norm_mp)
@@ -72,6 +74,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         if isinstance(param_group, dict):
             param_group = {"step": self._first_step, **param_group}
         super().add_param_group(param_group)
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        super()._restore(loaded)
+        for group in self.param_groups:  # one without parameters lost its step
+            group.setdefault("step", self._first_step)
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:

@@ -117,6 +117,12 @@ class FusedMuon(FusedOptimizer):
 
     slots = ("momentum_buffer", "exp_avg", "exp_avg_sq")
     adam_w_mode, bias_correction, eps_inside_sqrt = True, True, False
+    is_matrix: Rule | None = None
+    iteration_dtype = torch.bfloat16
+    adam_lr: float | torch.Tensor | None = None
+    adam_weight_decay: float | torch.Tensor | None = None
+    adam_eps = 1e-8
+    _waiting: list[_Waiting]
     _not_in_torch = ("algorithm", "betas", "flatten")
 
     def __init__(  # noqa: PLR0913 - torch's, and Adam's
@@ -155,7 +161,6 @@ class FusedMuon(FusedOptimizer):
         self.is_matrix, self.iteration_dtype = is_matrix, iteration_dtype
         self.adam_lr, self.adam_weight_decay = adam_lr, adam_weight_decay
         self.adam_eps = adam_eps
-        self._waiting: list[_Waiting] = []
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
@@ -195,6 +200,7 @@ class FusedMuon(FusedOptimizer):
             )
         params = group["params"]
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._tensors(listed)  # raises
         entries: dict[str, list[Any]] = {} if listed else {group.get("algorithm", "muon"): []}
         for entry in listed:
             name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)

@@ -51,6 +51,7 @@ class FusedNovoGrad(FusedOptimizer):
     slots = ("exp_avg", "norm")
     slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
+    reg_inside_moment, moment_mode = False, 1
     _algorithm, _numbers = staticmethod(novograd_phases), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
@@ -96,6 +97,27 @@ class FusedNovoGrad(FusedOptimizer):
     def _kinds(self) -> set[Kind]:
         return {kind_of(group["norm_type"]) for group in self.param_groups}
 
+    # -- copies and pickles ------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._show_norms()
+        found: dict[str, Any] = super().__getstate__()
+        states = found["state"].copy()
+        for param, state in states.items():  # views of a vector, which pickle would write for each
+            if isinstance(state, dict) and "norm" in state:
+                states[param] = {**state, "norm": state["norm"].clone()}
+        return {**found, "state": states}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "defaults" not in state:  # load_state_dict, see _restore
+            return
+        for group in self.param_groups:
+            if not any("norm" in self.state.get(param, {}) for param in group["params"]):
+                # NVIDIA's have norms in their groups alone
+                _hand_out(group, self.state, {param: param.dtype for param in group["params"]})
+        self._join_kept_norms()
+
     # -- the norms ---------------------------------------------------------------------------------
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
@@ -122,6 +144,10 @@ class FusedNovoGrad(FusedOptimizer):
             norms = torch.stack([self._state_of(param, ("norm",))["norm"] for param in some])
             for param, norm in zip(some, norms.unbind(), strict=True):
                 self.state[param]["norm"] = norm
+
+    def _join_kept_norms(self) -> None:
+        every = [param for group in self.param_groups for param in group["params"]]
+        self._join_norms(param for param in every if "norm" in self.state.get(param, {}))
 
     def step_scaled(
         self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
@@ -174,8 +200,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _restore(self, loaded: dict[str, Any]) -> None:
         super()._restore(loaded)
-        every = [param for group in self.param_groups for param in group["params"]]
-        self._join_norms(param for param in every if "norm" in self.state.get(param, {}))
+        self._join_kept_norms()
         self._show_norms()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -59,6 +60,10 @@ class FusedSGD(FusedOptimizer):
     _numbers = SGD
     narrow_slots = ("momentum_buffer",)
     _counts_steps = False
+    set_grad_none = False
+    wd_after_momentum, materialize_master_grads = False, True
+    most_recent_scale: float | torch.Tensor = 1.0
+    scale_set_by_backward = False
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_sgd = staticmethod(list_functions.multi_tensor_sgd)
 
@@ -83,10 +88,8 @@ class FusedSGD(FusedOptimizer):
         }  # fmt: skip
         self.wd_after_momentum = bool(wd_after_momentum)
         self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale: float | torch.Tensor = 1.0
+        self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        # Buffers that are known to have a history, by the id of the first parameter of a bucket.
-        self._begun: dict[int, Sequence[torch.Tensor]] = {}
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, storage=storage, state=state
         )
@@ -96,9 +99,14 @@ class FusedSGD(FusedOptimizer):
                 "momentum, or leave state out."
             )
 
+    @functools.cached_property
+    def _begun(self) -> dict[int, Sequence[torch.Tensor]]:
+        """Buffers that are known to have a history, by the id of the first of some parameters."""
+        return {}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begun = {}
+        vars(self).pop("_begun", None)
         for group in self.param_groups:
             group.setdefault("nesterov", False)
 

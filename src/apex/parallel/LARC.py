@@ -10,10 +10,13 @@ import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.ops import _runtime
-from apex.ops.lists.columns import grouped, local_parts
+from apex.ops.lists.columns import grouped, local_parts, refuse_nested
+from apex.ops.lists.overlaps import own_copies
 from apex.ops.lists.phases import Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.updates.larc import SQUARES, larc_phases
+
+_own_copies = _runtime.not_compiled(own_copies)
 
 
 class LARC(WrappedOptimizer):
@@ -27,7 +30,8 @@ class LARC(WrappedOptimizer):
     Groups, state and checkpoints are the wrapped optimizer's.
 
     Kept from the original: ``param.grad`` is changed, and a tensor whose norm or whose gradient's
-    is 0 gets no weight decay in that step.
+    is 0 gets no weight decay in that step. Gradients that share memory, such as one tensor for two
+    weights, and inference tensors are left as they are: the step is that of copies.
 
     Args:
         optimizer: The optimizer to wrap, of torch or of :mod:`apex.optimizers`.
@@ -49,6 +53,8 @@ class LARC(WrappedOptimizer):
     #: ``from apex.parallel import LARC`` was the module; both spellings reach the class.
     LARC: ClassVar[type[torch.optim.Optimizer]]
 
+    # What optimizers that an older Apex pickled whole may lack.
+    trust_coefficient, clip, eps = 0.02, True, 1e-8
     _own = ("trust_coefficient", "clip", "eps")
 
     def __init__(
@@ -84,6 +90,7 @@ class LARC(WrappedOptimizer):
         Raises:
             RuntimeError: A gradient is sparse, complex or a DTensor of another mesh than its
                 parameter.
+            TypeError: A gradient is a nested tensor.
         """
         loss = None
         if closure is not None:
@@ -93,7 +100,7 @@ class LARC(WrappedOptimizer):
         unscale = getattr(getattr(self.optim, "_amp_stash", None), "unscale", None)
         if unscale is not None:  # amp may have left unscaling to the step: do it here
             unscale()
-        with self._without_decay() as decays:
+        with self._without_decay() as decays, self._own_gradients():
             self._scale_gradients(decays)
             result = self.optim.step()
         return result if closure is None else loss
@@ -125,6 +132,21 @@ class LARC(WrappedOptimizer):
             finish(phases)
 
     @contextmanager
+    def _own_gradients(self) -> Iterator[None]:
+        """Put copies in place of gradients that must not be written into, in this block."""
+        every = [param for group in self.param_groups for param in group["params"]]
+        params = [param for param in every if param.grad is not None]
+        grads = [param.grad for param in params]
+        copies = _own_copies(grads)
+        try:
+            for number, copy in copies.items():
+                params[number].grad = copy
+            yield
+        finally:
+            for number in copies:
+                params[number].grad = grads[number]
+
+    @contextmanager
     def _without_decay(self) -> Iterator[list[Any]]:
         """Set the groups' weight decay to 0 in this block; yields what it was."""
         having = [group for group in self.param_groups if "weight_decay" in group]
@@ -139,13 +161,12 @@ class LARC(WrappedOptimizer):
                 group["weight_decay"] = decay
 
     def _check(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
-                if grad.layout != torch.strided or grad.is_complex():
-                    raise RuntimeError("LARC does not support sparse or complex gradients.")
+        every = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in every if param.grad is not None]
+        refuse_nested("LARC: gradient", grads)
+        for grad in grads:
+            if grad.layout != torch.strided or grad.is_complex():
+                raise RuntimeError("LARC does not support sparse or complex gradients.")
 
 
 LARC.LARC = LARC

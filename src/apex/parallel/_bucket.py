@@ -21,14 +21,14 @@ class Options:
         triggers: Indices of parameters that end a bucket each, instead of ``message_size``.
     """
 
-    message_size: int
-    triggers: tuple[int, ...]
-    delay: bool
-    retain: bool
-    always_fp32: bool
-    average: bool
-    predivide: float
-    broadcast_buffers: bool
+    message_size: int = 10000000
+    triggers: tuple[int, ...] = ()
+    delay: bool = False
+    retain: bool = False
+    always_fp32: bool = False
+    average: bool = True
+    predivide: float = 1.0
+    broadcast_buffers: bool = True
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of ``dtype`` are reduced in."""

@@ -108,6 +108,10 @@ class DistributedDataParallel(torch.nn.Module):
         >>> model = DistributedDataParallel(model)  # doctest: +SKIP
     """
 
+    # What modules that an older Apex pickled whole may lack.
+    process_group: Any = None
+    _options = Options()
+
     def __init__(  # noqa: PLR0913  (the original's arguments)
         self,
         module: torch.nn.Module,
@@ -162,7 +166,7 @@ class DistributedDataParallel(torch.nn.Module):
         if allreduce_trigger_params is not None and delay_allreduce:
             raise ValueError(EXCLUDE.format("allreduce_trigger_params", "delay_allreduce"))
         self.module = module
-        self.process_group: Any = process_group or torch.distributed.group.WORLD
+        self.process_group = process_group or torch.distributed.group.WORLD
         check_tensors(module, self.process_group, buffers=broadcast_buffers)
         self._options = Options(
             message_size=message_size,

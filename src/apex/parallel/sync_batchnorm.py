@@ -66,6 +66,10 @@ class SyncBatchNorm(_BatchNorm):
     #: Why the original could not import its CUDA extension; nothing is missing here.
     syncbn_import_error: ClassVar[ImportError | None] = None
 
+    # What modules that an older Apex pickled whole may lack.
+    process_group: ProcessGroup | None = None
+    channel_last = fuse_relu = False
+
     def __init__(
         self,
         num_features: int,

@@ -165,6 +165,11 @@ class Bottleneck(nn.Module):
         ArgumentError: An option is not what it must be; a ``RuntimeError``.
     """
 
+    # What modules that an older Apex pickled whole may lack.
+    stride, use_cudnn, explicit_nhwc = 1, False, False
+    w_scale: Any = None
+    w_bias: Any = None
+
     def __init__(
         self, in_channels: int, bottleneck_channels: int, out_channels: int, stride: int = 1,
         groups: int = 1, dilation: int = 1, norm_func: Callable[[int], nn.Module] | None = None,
@@ -187,8 +192,7 @@ class Bottleneck(nn.Module):
         self.bn1, self.bn2 = (FrozenBatchNorm2d(bottleneck_channels) for _ in range(2))
         self.bn3 = FrozenBatchNorm2d(out_channels)
         self.stride, self.use_cudnn, self.explicit_nhwc = stride, use_cudnn, explicit_nhwc
-        self.w_scale: Any = None
-        self.w_bias: Any = None
+        self.w_scale = self.w_bias = None
         for convolution, _ in self._pairs():
             weight = convolution.weight
             kaiming_uniform_(weight, a=1)
@@ -196,7 +200,8 @@ class Bottleneck(nn.Module):
 
     def _pairs(self) -> list[Any]:
         pairs = [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
-        return pairs if self.downsample is None else [*pairs, tuple(self.downsample)]
+        aside = getattr(self, "downsample", None)
+        return pairs if aside is None else [*pairs, tuple(aside)]
 
     def get_scale_bias_callable(self) -> Callable[[], None]:
         """Keep scales and biases from now on; call the result after a change of the buffers."""

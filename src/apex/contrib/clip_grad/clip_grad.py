@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from apex.ops.lists.clip import clip_
+from apex.ops.lists.columns import refuse_nested
 from apex.ops.lists.placements import placed
 
 
@@ -38,6 +39,7 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or only one of a
             parameter and its gradient is a DTensor.
         ValueError: ``norm_type`` is not above 0, and a gradient is sharded.
+        TypeError: A gradient is a nested tensor.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -47,6 +49,7 @@ def clip_grad_norm_(
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     having = [parameter for parameter in listed if parameter.grad is not None]
+    refuse_nested("clip_grad_norm_: parameter", having)
     grads = placed("clip_grad_norm_", having, [parameter.grad for parameter in having])  # type: ignore[misc]
     return clip_(
         grads, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite, over=listed

@@ -40,6 +40,8 @@ class GroupBatchNorm2d(_BatchNorm):
         ArgumentError: There is no group of ``group_size`` ranks.
     """
 
+    group_id = group_rank = 0  # where an older Apex has pickled the whole module
+
     def __init__(
         self, num_features: int, group_size: int, eps: float = 1e-5, momentum: float | None = 0.1,
         affine: bool = True, track_running_stats: bool = True,

@@ -57,6 +57,9 @@ class GroupNorm(torch.nn.Module):
     GN_V2_SUPPORTED_GROUPS_SWISH = frozenset({(16, True), (32, False)})
     GN_V2_SUPPORTED_LOWER_BOUND_SM_COUNT = 148
 
+    # What modules that an older Apex pickled whole may lack.
+    eps, affine, act = 1e-5, True, ""
+
     def __init__(
         self,
         num_groups: int,

@@ -91,6 +91,10 @@ class BatchNorm2d_NHWC(_BatchNorm):
         ArgumentError: There is no group of ``bn_group`` ranks.
     """
 
+    # What modules that an older Apex pickled whole may lack.
+    fuse_relu, bn_group, multi_stream = False, 1, False
+    max_cta_per_sm, cta_launch_margin = 2, 12
+
     def __init__(
         self, num_features: int, fuse_relu: bool = False, bn_group: int = 1,
         max_cta_per_sm: int = 2, cta_launch_margin: int = 12, multi_stream: bool = False,

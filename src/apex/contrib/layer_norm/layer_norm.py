@@ -43,6 +43,9 @@ class FastLayerNorm(torch.nn.Module):
         tensor([-1.3416, -0.4472,  0.4472,  1.3416], grad_fn=<NativeLayerNormBackward0>)
     """
 
+    # What modules that an older Apex pickled whole may lack.
+    epsilon, memory_efficient = 1e-5, False
+
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__()
         self.epsilon = eps

@@ -56,6 +56,8 @@ class MultiheadAttnBase(torch.nn.Module):
     lyr_nrm_gamma_weights: torch.Tensor | None
     lyr_nrm_beta_weights: torch.Tensor | None
     lyr_nrm: FusedLayerNorm | None
+    # What modules that an older Apex pickled whole may lack.
+    dropout, bias, include_norm_add, impl, mask_additive = 0.0, False, False, "fast", False
 
     def __init__(
         self,
@@ -178,8 +180,9 @@ def _attend(
     x = query
     if layer.include_norm_add:
         weight, bias = layer.lyr_nrm_gamma_weights, layer.lyr_nrm_beta_weights
-        if layer.lyr_nrm is not None:
-            weight, bias = layer.lyr_nrm.weight, layer.lyr_nrm.bias
+        module = getattr(layer, "lyr_nrm", None)
+        if module is not None:
+            weight, bias = module.weight, module.bias
         shape = (layer.embed_dim,)
         x = row_norms.norm(query, weight, bias, shape, EPS, False, True, "float32", "")
     q, k, v = _project(layer, x, x if attends_to_itself else key)

@@ -49,6 +49,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
     q_bias: torch.Tensor | None
     k_bias: torch.Tensor | None
     v_bias: torch.Tensor | None
+    separate_qkv_params = False
 
     def __init__(
         self,

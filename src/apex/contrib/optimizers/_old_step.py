@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import Scalar
+from apex.ops.lists.columns import Scalar, refuse_nested
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -93,7 +93,9 @@ class OldStep(FusedOptimizer):
             for group, members in zip(self.param_groups, groups, strict=True)
             for param, tensor in zip(group["params"], members, strict=True)
         ]
-        return {param: tensor for param, tensor in pairs if tensor is not None}
+        found = {param: tensor for param, tensor in pairs if tensor is not None}
+        refuse_nested(f"{self._name}: {name}: tensor", found.values())
+        return found
 
 
 def _as_groups(tensors: Iterable[Any]) -> Sequence[list[Any]]:

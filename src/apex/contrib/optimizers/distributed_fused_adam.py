@@ -78,6 +78,9 @@ class DistributedFusedAdam(SavedShards):
 
     _algorithm, _numbers = staticmethod(adam_), Adam
 
+    adam_w_mode, eps_inside_sqrt, capturable = True, False, False
+    dtype, device = torch.float32, "cuda"
+
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
         params: Any,

@@ -47,6 +47,8 @@ class FusedAdam(OldStep):
 
     slots = ("exp_avg", "exp_avg_sq")
     _not_in_torch = ("bias_correction", "max_grad_norm")
+    eps_inside_sqrt, eps_mode, use_mt, amp_scale_adjustment = False, 1, False, 1.0
+    _factors: dict[int, Scalar]  # by the id of a group, in a step
     _counts_steps = False  # in the groups; here each parameter has its own
 
     def __init__(
@@ -67,7 +69,6 @@ class FusedAdam(OldStep):
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self.use_mt = use_mt
         self.amp_scale_adjustment = amp_scale_adjustment
-        self._factors: dict[int, Scalar] = {}
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
             "weight_decay": weight_decay, "max_grad_norm": max_grad_norm,

@@ -69,6 +69,12 @@ class TransducerJoint(torch.nn.Module):
         torch.Size([2, 3, 4, 8])
     """
 
+    # What modules that an older Apex pickled whole may lack.
+    pack_output = relu = dropout = False
+    opt, fwd_tile_size = 1, 4
+    dropout_prob: float = 0
+    mask_probe: list[Tensor] | None = None
+
     def __init__(
         self, pack_output: bool = False, relu: bool = False, dropout: bool = False, opt: int = 1,
         fwd_tile_size: int = 4, dropout_prob: float = 0, probe_mask: bool = False,
@@ -79,7 +85,7 @@ class TransducerJoint(torch.nn.Module):
             raise ArgumentError(f"TransducerJoint: dropout_prob is {dropout_prob}; pass 0 to 1.")
         self.pack_output, self.relu, self.dropout = pack_output, relu, dropout
         self.opt, self.fwd_tile_size, self.dropout_prob = opt, fwd_tile_size, dropout_prob
-        self.mask_probe: list[Tensor] | None = [] if probe_mask and (relu or dropout) else None
+        self.mask_probe = [] if probe_mask and (relu or dropout) else None
 
     def forward(
         self, f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor,
@@ -157,6 +163,9 @@ class TransducerLoss(torch.nn.Module):
         >>> TransducerLoss()(x, label, torch.tensor([3]), torch.tensor([1]), 4)
         tensor([5.3391])
     """
+
+    # What modules that an older Apex pickled whole may lack.
+    fuse_softmax_backward, opt, packed_input = True, 1, False
 
     def __init__(
         self, fuse_softmax_backward: bool = True, opt: int = 1, packed_input: bool = False

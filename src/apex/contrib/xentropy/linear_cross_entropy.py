@@ -7,6 +7,8 @@ from apex.ops.norms._scripted import left_to_python
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
+_MEAN: Reduction = "mean"
+
 
 class LinearCrossEntropyLoss(torch.nn.Module):
     """A classifier's last layer together with its loss; see :func:`linear_cross_entropy`.
@@ -22,6 +24,11 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         device: Where its weights are.
         dtype: Of its weights.
     """
+
+    # What modules that an older Apex pickled whole may lack.
+    reduction = _MEAN  # not annotated in the class: TorchScript knows no Literal
+    ignore_index, label_smoothing = -100, 0.0
+    chunk_size: int | None = None
 
     def __init__(
         self,
@@ -40,7 +47,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.linear = torch.nn.Linear(
             in_features, num_classes, bias=bias, device=device, dtype=dtype
         )
-        self.reduction: Reduction = reduction
+        self.reduction = reduction
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.chunk_size = chunk_size

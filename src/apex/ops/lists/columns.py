@@ -25,7 +25,7 @@ Shape = Callable[[torch.Tensor], Sequence[int]]
 OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))  # types of tensors that are no wrappers
 
 _DTYPE, _DEVICE, _IS_CPU = map(attrgetter, ("dtype", "device", "is_cpu"))
-_SHAPE, _LAYOUT = map(attrgetter, ("shape", "layout"))
+_SHAPE, _LAYOUT, _IS_NESTED = map(attrgetter, ("shape", "layout", "is_nested"))
 _IS_CONTIGUOUS, _IS_NEG, _STRIDE = (
     torch.Tensor.is_contiguous, torch.Tensor.is_neg, torch.Tensor.stride,
 )  # fmt: skip
@@ -85,6 +85,19 @@ def are_real_and_strided(columns: Sequence[Column]) -> bool:
     tensors = [*chain.from_iterable(columns)]
     is_complex = any(dtype.is_complex for dtype in {*map(_DTYPE, tensors)})
     return not is_complex and {*map(_LAYOUT, tensors)} <= {torch.strided}
+
+
+def refuse_nested(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ``TypeError`` for a nested tensor, in words: torch would end the process.
+
+    It throws where sizes of a strided one are compared with those of an earlier call.
+    """
+    found = [*map(_IS_NESTED, tensors)]
+    if any(found):
+        raise TypeError(
+            f"{what} {found.index(True)} is a nested tensor, and dense ones are taken. Pass its "
+            "parts, x.unbind(), or a padded tensor, torch.nested.to_padded_tensor(x, 0.0)."
+        )
 
 
 def of_one_kind(columns: Sequence[Column]) -> bool:

@@ -16,6 +16,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, Scalar, grouped, joined, odd_positions
 from apex.ops.lists.multi_tensor import Update, Values, run
+from apex.ops.lists.overlaps import each_once, put_back
 
 ScaleScalars = namedtuple("ScaleScalars", "factor")
 AxpbyScalars = namedtuple("AxpbyScalars", "a b")
@@ -59,13 +60,16 @@ def scale_(
     parts = []
     for positions, columns, dense in grouped([x, out]):
         x, out = columns
-        if not norms and _scale_on_cpu(x, out, factor, flag, dense=dense):
+        once = each_once(out)
+        if not norms and _scale_on_cpu(x, once, factor, flag, dense=dense):
+            put_back(out, once)
             continue
         sums = (GIVEN_SQUARE,) if norms else ()
         found = run(
-            SCALE, columns, ((1, SCALED),), ScaleScalars(factor), sums=sums, flag=flag,
+            SCALE, [x, once], ((1, SCALED),), ScaleScalars(factor), sums=sums, flag=flag,
             flags=(GIVEN,), dense=dense,
         )  # fmt: skip
+        put_back(out, once)
         if found is not None:
             parts.append((positions, found[0]))
     return joined(parts) if parts else None
@@ -94,8 +98,11 @@ def axpby_(
         checked: Whether ``x`` and ``y`` are looked at.
     """
     flags = tuple(number for number, wanted in zip((1, 2), checked, strict=True) if wanted)
-    for _, columns, dense in grouped([x, y, out]):
+    for _, (*inputs, outs), dense in grouped([x, y, out]):
+        once = each_once(outs)
+        columns = [*inputs, once]
         run(AXPBY, columns, ((2, 0),), AxpbyScalars(a, b), flag=flag, flags=flags, dense=dense)
+        put_back(outs, once)
 
 
 # -- torch's check-and-unscale on a CPU ----------------------------------------------------------

@@ -26,6 +26,7 @@ from apex.ops.lists.columns import (
     scalar_on,
 )
 from apex.ops.lists.multi_tensor import FUSABLE, run
+from apex.ops.lists.overlaps import each_once, put_back
 from apex.ops.lists.scale import GIVEN, SCALE, SCALED, SQUARE, ScaleScalars
 
 _KIND: Callable[[torch.Tensor], Any] = attrgetter("device", "dtype", "layout")
@@ -62,9 +63,9 @@ def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor
     """
     sums = torch.zeros((), dtype=torch.float32, device=flag.device)
     for _, (sources, targets), dense in grouped([grads, outs]):
-        device = sources[0].device
-        same = all(source is target for source, target in zip(sources, targets, strict=True))
-        columns, out = ([sources], 0) if same else ([sources, targets], 1)
+        device, once = sources[0].device, each_once(targets)
+        same = all(source is target for source, target in zip(sources, once, strict=True))
+        columns, out = ([sources], 0) if same else ([sources, once], 1)
         scalars = ScaleScalars(scalar_on(factor, device))
         with flag_to_set(flag, device) as mine:
             found = run(
@@ -72,6 +73,7 @@ def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor
                 flags=(GIVEN,), dense=dense,
             )  # fmt: skip
         assert found is not None  # asked for
+        put_back(targets, once)
         sums = sums + found.sum().to(flag.device, non_blocking=not flag.is_cpu)
     return sums
 
@@ -123,7 +125,9 @@ def multiply_(grads: Column, factor: float) -> None:
                 # in float16. 2.1 us a tensor by a float64 one, 0.6 by float32, 2.3 by a float.
                 wide = torch.promote_types(group[0].dtype, torch.float32)
                 by = torch.tensor(factor, dtype=wide, device="cpu")
-            torch._foreach_mul_(group, by)
+            once = each_once(group)
+            torch._foreach_mul_(once, by)
+            put_back(group, once)
 
 
 def _torch_unscales(device: torch.device, dtype: torch.dtype) -> bool:
@@ -166,12 +170,13 @@ def check_and_multiply_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> 
         device = group[0].device
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        by = factor.to(device, non_blocking=True)
+        by, once = factor.to(device, non_blocking=True), each_once(group)
         if _torch_unscales(device, group[0].dtype):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], by)
+            torch._amp_foreach_non_finite_check_and_unscale_(once, found[device], by)
         else:
             scalars = ScaleScalars(by)
-            run(SCALE, [group], ((0, SCALED),), scalars, flag=found[device], flags=(GIVEN,))
+            run(SCALE, [once], ((0, SCALED),), scalars, flag=found[device], flags=(GIVEN,))
+        put_back(group, once)
     flags = [flag.to(factor.device, non_blocking=True) for flag in found.values()]
     if len(flags) == 1:
         return flags[0]

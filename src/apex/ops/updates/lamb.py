@@ -14,7 +14,8 @@ holds a part of a tensor, its caller adds up the squares between the launches (:
 Two launches: the first writes moments and term and sums the squares, the second applies the ratio;
 neither waits for the host. The term is written **into the gradient**, as in the original, which
 saves a column of scratch. A 16-bit gradient would round it, so there the term has float32 scratch
-of its own and the gradient gets the rounded one beside it.
+of its own and the gradient gets the rounded one beside it. A caller whose gradients may share
+memory passes copies of them, see :mod:`apex.ops.lists.overlaps`.
 
 Source: You et al., arXiv:1904.00962, algorithm 2; NVLAMB is NVIDIA's variant, which adapts tensors
 without weight decay too.
@@ -112,8 +113,8 @@ def trusted_rates(
 def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS) -> None:
     """Take one step; the states are first and second moments. Gradients are left holding the term.
 
-    16-bit gradients of weights that have 16-bit copies, and gradients whose elements share memory,
-    are left as they are. ``options.write_grads`` is of no effect.
+    16-bit gradients of weights that have 16-bit copies are left as they are.
+    ``options.write_grads`` is of no effect.
     """
     if columns[0]:
         finish(lamb_phases(columns, hyper, options))
@@ -138,11 +139,10 @@ def lamb_phases(
     terms, stores = grads, [(0, 0), (2, 1), (3, 2)]
     columns = list(columns)
     is_wide = grads[0].dtype in (torch.float32, torch.float64)
-    writable = all(map(_is_writable, grads))
-    if not is_wide or not writable:
+    if not is_wide:
         wide = torch.promote_types(params[0].dtype, torch.float32)
         terms = [torch.empty_like(p, dtype=wide) for p in params]
-        if not writable or options.extra is not None:
+        if options.extra is not None:
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
@@ -171,14 +171,6 @@ def lamb_phases(
         rates = hyper.rates(*whole.sqrt().unbind())
     second = options._replace(factor=1.0, write_grads=False, held=())
     run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
-
-
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether every element has memory of its own, unlike those of an expanded tensor."""
-    if tensor.is_contiguous():
-        return True
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return all(stride or size <= 1 for size, stride in pairs)
 
 
 # -- torch's fused Adam on a CPU -----------------------------------------------------------------

@@ -47,7 +47,8 @@ def larc_phases(
     """Multiply the local learning rates and the weight decay into the gradients, in place.
 
     Args:
-        grads: Gradients, of one device and one dtype; parts of tensors, or whole ones.
+        grads: Gradients, of one device and one dtype; parts of tensors, or whole ones. Each is
+            written, so none shares memory with another, see :mod:`apex.ops.lists.overlaps`.
         params: Their weights, of one dtype.
         lr: The global learning rate; a tensor is read on its device.
         weight_decay: Of the local rate and of the gradient; a tensor is read on its device.

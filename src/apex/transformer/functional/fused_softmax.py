@@ -7,6 +7,7 @@ dtype.
 
 # Annotations are no strings here: TorchScript would not find their names.
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,15 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self.attn_mask_type, self._causal = attn_mask_type, attn_mask_type == AttnMaskType.causal
         self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
         self.mask_func, self.softmax_in_fp32, self.scale = mask_func, softmax_in_fp32, scale
+
+    @functools.cached_property
+    def input_in_float16(self) -> bool:
+        """Whether scores have 16 bits."""
+        return self.input_in_fp16 or self.input_in_bf16
+
+    @functools.cached_property
+    def _causal(self) -> bool:
+        return self.attn_mask_type == AttnMaskType.causal
 
     @left_to_python
     def forward(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:

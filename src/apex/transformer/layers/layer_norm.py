@@ -13,6 +13,7 @@ from apex.transformer._marks import Marked
 
 class _Marked(Marked):
     _by_position: tuple[str, ...] = ("size", "eps")  # as in Apex
+    sequence_parallel_enabled = False  # where an older Apex has pickled the whole module
 
     def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
         if len(args) > len(self._by_position):  # the last would be taken for memory_efficient

@@ -107,6 +107,12 @@ def _initialize_affine_weight_cpu(
 class _Parallel(Marked):
     """Parameters of one rank, and which of them are parts."""
 
+    # What modules that an older Apex pickled whole may lack.
+    partition_dim, stride = 0, 1
+    bias: torch.nn.Parameter | None
+    master_weight: torch.Tensor | None = None
+    skip_bias_add = gradient_accumulation_fusion = sequence_parallel_enabled = False
+
     def _make(
         self,
         shape: Sequence[int],
@@ -131,7 +137,8 @@ class _Parallel(Marked):
             )  # fmt: skip
         else:
             _initialize_affine_weight_gpu(weight, init_method, dim, stride)
-        self.bias = torch.nn.Parameter(torch.zeros(bias, **options)) if bias else None
+        zeros = torch.nn.Parameter(torch.zeros(bias, **options)) if bias else None
+        self.register_parameter("bias", zeros)
         self._mark()
 
     def _parts(self) -> list[torch.nn.Parameter | None]:
@@ -218,6 +225,8 @@ class ColumnParallelLinear(_Parallel):
         accumulation_in_fp16: Has no effect; the dtype of ``main_grad`` counts.
     """
 
+    gather_output = async_tensor_model_parallel_allreduce = True
+
     def __init__(  # noqa: PLR0913  # Apex's
         self,
         input_size: int,
@@ -288,6 +297,8 @@ class RowParallelLinear(_Parallel):
         sequence_parallel_enabled: Whether ``y`` is this rank's part of the sequence. The bias then
             has the attribute of this name, because the ranks' gradients of it are to be added up.
     """
+
+    partition_dim, input_is_parallel = 1, False
 
     def __init__(  # noqa: PLR0913  # Apex's
         self,
