@@ -74,6 +74,7 @@ def _results(function, tensors, dy):
     return [y, *torch.autograd.grad(y, tensors, dy)]
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
 @pytest.mark.parametrize("rows", [(400,), (7, 3, 20), ()], ids=str)
 @each_form
@@ -141,6 +142,7 @@ def test_only_what_is_needed(form):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_form
 def test_autocast(form, dtype):
@@ -246,6 +248,7 @@ def _of_a_parallel_layer(dy, x, weight):
     return torch.autograd.grad(y.transpose(0, 1), (x, weight), dy.transpose(0, 1).contiguous())
 
 
+@pytest.mark.onednn
 @pytest.mark.filterwarnings("ignore:.*")  # the profiler's, of torch's
 @pytest.mark.parametrize("backward", [dense.linear_backward, _of_a_parallel_layer])
 def test_a_transposed_gradient_takes_no_copies_of_the_weight(backward, monkeypatch):
