@@ -100,7 +100,7 @@ def _pieces(
         here = slice(start, min(rows, start + height))
         logits = buffer[: here.stop - start]
         size = CPU_ROWS if x.is_cpu and x.dtype != wide(x) else height
-        for some, out in zip(x[here].split(size), logits.split(size), strict=True):
+        for some, out in zip(torch.split(x[here], size), torch.split(logits, size), strict=True):
             if bias is None:
                 torch.mm(some, weight.t(), out=out)
             else:
