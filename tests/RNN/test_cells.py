@@ -33,6 +33,7 @@ PROJECTED = [(kind, size) for kind in (*KINDS, "mlstm") for size in (None, 2)]
 PROJECTED.remove(("gru", 2))
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_torchs(kind):
     cell, torchs = build(kind).double(), TORCHS[kind](INPUT, HIDDEN).double()

@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("collect", [False, True], ids=["whole", "by step"])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_computes_what_torch_does(name, options, collect):
@@ -102,6 +103,7 @@ def mlstm(x, h, c, p):
     return torch.stack(outputs), h, c
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"output_size": 2}, {"output_size": 8}])
 def test_mlstm_computes_its_definition(options):
     network = build("mLSTM", **options)

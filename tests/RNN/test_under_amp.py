@@ -94,6 +94,7 @@ def test_two_steps_at_every_level(name, options, level):
         assert_close_in_rms(one, other, RECURRENT_16_BIT * eps)
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_half_network_without_amp(name, dtype):
@@ -127,6 +128,7 @@ def both_ways(network, x):
         yield [output, *(state[-1] if collect else state for state in hidden)]
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("name", NAMES)
 def test_both_ways_to_run_a_layer_have_one_dtype(name):
     network = amp.initialize(getattr(RNN, name)(INPUT, HIDDEN, 2), opt_level="O1", verbosity=0)
@@ -136,6 +138,7 @@ def test_both_ways_to_run_a_layer_have_one_dtype(name):
 
 
 # torch.autocast raises on an LSTM where the CPU has no bfloat16 instructions
+@pytest.mark.onednn
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "LSTM"] + MAYBE_LSTM)
 def test_o4_computes_as_torchs_autocast(name):
     network, x = getattr(RNN, name)(INPUT, HIDDEN, 2), torch.randn(SEQ, BATCH, INPUT)

@@ -93,6 +93,7 @@ def share(ours, definition):
 # -- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_is_the_float64_one_rounded_once(name):
     on()
@@ -115,6 +116,7 @@ def test_a_product_is_the_float64_one_rounded_once(name):
 TWICE = [n for n in PRODUCTS if n.startswith(("linear", "matmul", "conv")) and "nothing" not in n]
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("name", TWICE)
 def test_a_second_derivative_is_the_float64_one_rounded_once(name):
     on()
@@ -147,6 +149,7 @@ MASKS = {
 }
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 def test_attention(options):
     on()
@@ -182,6 +185,7 @@ def flat(value):
     return [tensor for item in value for tensor in flat(item)]
 
 
+@pytest.mark.onednn
 @pytest.mark.filterwarnings("ignore:LSTM with projections")  # of torch, in float32
 @pytest.mark.skipif(
     cpu_float16.has_float16_instructions(),
@@ -318,6 +322,7 @@ def test_off_without_float16_and_on_other_devices():
     assert not cpu_float16.is_on()
 
 
+@pytest.mark.onednn
 def test_off_gives_torchs_own_numbers():
     x, weight = torch.randn(32, 600).half(), torch.randn(600, 32).half()
     image, kernel = torch.randn(2, 8, 9, 9).half(), torch.randn(12, 8, 3, 3).half()

@@ -9,6 +9,8 @@ from torch import nn
 
 from tests.amp.levels import assert_same, cast
 
+pytestmark = pytest.mark.onednn
+
 
 class Recurrent(nn.Module):
     def __init__(self):

@@ -13,6 +13,7 @@ from apex.amp.casting import cpu_float16
 from tests.amp.levels import HALF, assert_same, cast, start, train_step
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize(
     ("kind", "level", "source", "options", "packed"),
     [
@@ -129,6 +130,7 @@ def check(module, x, level, *state, packed=False):
     assert_same(got_weights, [grad.float() for grad in want_weights])
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", HALF)
 @pytest.mark.parametrize("kind", CELLS)

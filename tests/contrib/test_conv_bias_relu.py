@@ -31,6 +31,7 @@ def exact(x, w, b, scale, mask):
             (y * scale.view(1, -1, 1, 1) + b).relu()]  # fmt: skip
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_functions_and_compiled_module(dtype):
     x, w, b, scale, mask, dy = tensors(dtype)
@@ -73,6 +74,7 @@ def test_functions_and_compiled_module(dtype):
                 assert_close_in_rms(actual, other, PRODUCTS[dtype] * 2)
 
 
+@pytest.mark.onednn
 def test_autocast_and_refusals():
     x, w, b, scale, _, _ = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

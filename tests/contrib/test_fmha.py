@@ -61,6 +61,7 @@ def test_where_all_is_dropped_output_and_gradient_are_zero():
     assert not torch.autograd.grad(y, qkv, dy)[0].any()
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_sequences_of_any_length(lengths, dtype):

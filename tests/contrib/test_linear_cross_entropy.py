@@ -52,6 +52,7 @@ def _agrees(loss, x, weight, bias, targets, **options):
         )
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -162,7 +163,10 @@ def _peak(call, *tensors):
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16], ids=str
 )
-@pytest.mark.parametrize(("rows", "classes", "part"), [(4096, 2**12, 7), (512, 2**14, 2.5)])
+@pytest.mark.parametrize(
+    ("rows", "classes", "part"),
+    [(4096, 2**12, 7), pytest.param(512, 2**14, 2.5, marks=pytest.mark.onednn)],
+)
 @pytest.mark.slow
 def test_peak_memory(rows, classes, part, reduction, dtype):
     """A seventh of what the plain program needs; below 1,024 rows all logits are there, once."""
@@ -214,6 +218,7 @@ def test_how_many_rows_at_a_time(rows, classes, expected):
     assert expected % ops.TILE == 0
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_under_autocast(reduction):
     """As ``F.linear`` under autocast, with the loss in float32; float64 is left alone."""
@@ -269,6 +274,7 @@ def test_a_backward_under_vmap(reduction, dtype):
     assert_backward_under_vmap(loss, [x, weight, bias])
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_two_runs_and_two_backwards_are_bitwise_equal(reduction):
     x, weight, bias, targets = _data(33, 20, 90, torch.bfloat16)

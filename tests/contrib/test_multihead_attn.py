@@ -143,6 +143,7 @@ def _results(function, layer, query, key, dy):
     return [y, *(grad for grad in grads if grad.dim() > 1), torch.cat(vectors)]
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -333,6 +334,7 @@ def test_traced():
     torch.testing.assert_close(traced(query, key, mask), layer(query, key, key, mask)[0])
 
 
+@pytest.mark.onednn
 def test_under_autocast():
     """Products and norm in 16 bits; a float32 residual makes the sum float32."""
     for name, wanted in (("self, additive", torch.bfloat16), ("self, norm", torch.float32)):
@@ -357,6 +359,7 @@ def test_autocast_casts_no_float64():
         assert layer.double()(x, x, x)[0].dtype == torch.float64
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_under_amp(level):
     layer, query, key, masks = _case("self, norm", torch.float32)

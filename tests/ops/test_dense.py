@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from apex.bench.memory import peak_bytes
 from apex.fused_dense import DenseNoBiasFunc, FusedDenseFunc, FusedDenseGeluDenseFunc
 from apex.mlp import MlpFunction, mlp_function
+from apex.ops.layers import dense
+from apex.transformer import parallel_state
+from apex.transformer.tensor_parallel.layers import (
+    linear_with_grad_accumulation_and_async_allreduce as parallel_linear,
+)
 from tests.tolerance import PRODUCTS, TWO_LAYERS, assert_close_in_rms
 from tests.vmapped import assert_backward_under_vmap
 
@@ -68,6 +74,7 @@ def _results(function, tensors, dy):
     return [y, *torch.autograd.grad(y, tensors, dy)]
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", PRODUCTS, ids=str)
 @pytest.mark.parametrize("rows", [(400,), (7, 3, 20), ()], ids=str)
 @each_form
@@ -135,6 +142,7 @@ def test_only_what_is_needed(form):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_form
 def test_autocast(form, dtype):
@@ -230,3 +238,23 @@ def test_zero_rows_and_zero_features():
     assert weight.grad.tolist() == [[0.0] * 3] * 2
     y = mlp_function(True, 1, torch.ones(2, 5, 0), torch.ones(3, 0), torch.ones(3))
     assert y.tolist() == torch.ones(2, 5, 3).tolist()
+
+
+def _of_a_parallel_layer(dy, x, weight):
+    """Cast by autocast, the weight that the backward meets requires no gradient."""
+    x, weight = x.float().requires_grad_(), weight.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = parallel_linear(x, weight, None, False, False, False)
+    return torch.autograd.grad(y.transpose(0, 1), (x, weight), dy.transpose(0, 1).contiguous())
+
+
+@pytest.mark.onednn
+@pytest.mark.filterwarnings("ignore:.*")  # the profiler's, of torch's
+@pytest.mark.parametrize("backward", [dense.linear_backward, _of_a_parallel_layer])
+def test_a_transposed_gradient_takes_no_copies_of_the_weight(backward, monkeypatch):
+    """torch's product of such a 3-D tensor has one for each of 64 positions."""
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+    x, weight = torch.randn(64, 2, 256).bfloat16(), torch.randn(256, 256).bfloat16()
+    dy = torch.randn(2, 64, 256).bfloat16().transpose(0, 1)
+    peak = peak_bytes(lambda: backward(dy, x, weight), torch.device("cpu"))
+    assert peak < 16 * weight.nbytes

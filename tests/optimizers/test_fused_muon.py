@@ -47,6 +47,7 @@ def test_numbers_of_torch(options):
         assert far(*[[x] for x in buffers]) < MUON[FLOAT]
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16, FLOAT, torch.float64])
 def test_bfloat16_products_against_the_formula(dtype, path):
@@ -63,6 +64,7 @@ def test_bfloat16_products_against_the_formula(dtype, path):
             assert far([param.double()], [exact]) < MUON_ROUNDED + rounding
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT])
 @pytest.mark.parametrize("shape", [(30, 10), (10, 30), (3, 16, 16)])
 def test_singular_values_come_near_to_one(shape, dtype):

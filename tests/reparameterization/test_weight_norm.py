@@ -79,6 +79,7 @@ def test_the_weight_is_never_stale():
     assert all(grad is not None and grad.any() for grad in gradients(m[3]))
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_weights_have_float_norms(dtype):
     layer = nn.Linear(64, 30).to(dtype)
@@ -144,6 +145,7 @@ def test_state_dicts():
         m[3].load_state_dict(nn.Linear(12, 4).state_dict())
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_networks(cls):
     plain = cls(3, 4, num_layers=2, bidirectional=True)

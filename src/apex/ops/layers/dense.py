@@ -61,7 +61,16 @@ def linear_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``x``, the weight and the bias."""
-    return dy @ weight, rows(dy).t() @ rows(x), rows(dy).sum(0)
+    return input_gradient(dy, weight), rows(dy).t() @ rows(x), rows(dy).sum(0)
+
+
+def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute ``dy @ weight`` as a product of matrices.
+
+    Of a transposed 3-D ``dy`` and a weight that requires no gradient torch makes a batch, with a
+    copy of the weight for each index of the first dimension.
+    """
+    return (rows(dy) @ weight).view(*dy.shape[:-1], weight.shape[1])
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:

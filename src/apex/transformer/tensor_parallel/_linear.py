@@ -71,7 +71,7 @@ def _backward(ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor)
     if ctx.gathered and needs_weight:
         x, work = mappings.gather(x, asynchronous=True)
     if needs_x:
-        dx = dy @ weight.to(dy.dtype)
+        dx = dense.input_gradient(dy, weight.to(dy.dtype))
     if work is not None:
         work.wait()
     if needs_x and ctx.gathered:
