@@ -46,11 +46,10 @@ def _greatest(steps: Sequence[int | torch.Tensor]) -> int | torch.Tensor:
     device = next((step.device for step in steps if isinstance(step, torch.Tensor)), None)
     if device is None:
         return max(steps)
-    there = functools.partial(torch.full, (1,), dtype=torch.int32, device=device)
     each = [
         step.to(device, torch.int32, non_blocking=device.type != "cpu").reshape(1)
         if isinstance(step, torch.Tensor)
-        else there(fill_value=step)
+        else torch.full((1,), step, dtype=torch.int32, device=device)
         for step in steps
     ]
     return torch.cat(each).amax(0, keepdim=True)
