@@ -14,6 +14,7 @@ SCRIPT = ROOT / "dev"
 PINS = "torch==2.13.0\ntriton==3; x\nnvidia-a==1\nnumpy==2.4; y\nhatchling==1.0; x\ntorchx==1\n"
 VERSION = "src/apex/__init__.py"
 NO_VERSIONS = ["", "../2.9", "tests/amp", "--all"]
+REST = ["pytest", "--numprocesses=auto", "--rest"]
 FULL = ["venv", "hatchling==1.0", ".[bench,dev,docs,examples]"]
 
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not in a checkout")
@@ -30,15 +31,17 @@ def dev(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     module.ROOT, module.venv, module.ran, module.answer = tmp_path, tmp_path / ".venv", [], 0
+    module.limits = []
 
     def make_venv(words, **options):
         module.ran.append("venv")
         pathlib.Path(words[-1]).mkdir(parents=True, exist_ok=True)
         return subprocess.CompletedProcess(words, 0, "")
 
-    def run(words, **streams):
+    def run(words, env=None, **streams):
         if "pip" in words:
             os.write(streams["stderr"], b"".join(b"line %d\n" % line for line in range(9)))
+        module.limits.append((env or {}).get("ONEDNN_MAX_CPU_ISA"))
         module.ran.append(words[-1] if "pip" in words else words[2:])
         if module.answer is KeyboardInterrupt:
             raise KeyboardInterrupt
@@ -134,15 +137,14 @@ def test_no_venv_module_is_said_in_one_line(dev, monkeypatch, capsys):
 def test_check(dev, capsys, monkeypatch):
     """It stops at the first failure, and passes arguments to pytest alone."""
     monkeypatch.setattr(sys, "version_info", (3, 11))  # for Sphinx
-    assert dev.check("python", ["--all"]) == 0
-    assert dev.ran[-1] == [*dev.TESTS, "--all"]
-    assert sum("--all" in words for words in dev.ran) == 1
-    assert capsys.readouterr().out.endswith(
-        "check: passed (format, lint, types, docs, tests --all)\n"
-    )
-    assert dev.check("python", []) == 0
-    assert dev.ran[-2:] == [dev.TESTS, [*dev.TESTS, "--rest"]]
-    assert capsys.readouterr().out.endswith("docs, tests, tests --rest)\n")
+    others = [["pytest", "-m", "onednn"]] * 2
+    for words, tests in ((["--all"], [[*dev.TESTS, "--all"]]), ([], [dev.TESTS, REST])):
+        dev.ran.clear()
+        assert dev.check("python", words) == 0
+        assert dev.ran[4:] == [*tests, *others]
+        assert dev.limits[-3:] == [None, "AVX512_CORE", "AVX2"]
+    done = "check: passed (format, lint, types, docs, tests, tests --rest, tests of AVX512_CORE"
+    assert done in capsys.readouterr().out
     dev.answer, dev.ran[:] = 1, []
     assert dev.check("python", []) == 1
     assert dev.ran == [["ruff", "format", "--check"]]
