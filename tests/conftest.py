@@ -3,7 +3,7 @@
 There are three sizes. ``--all`` runs every test. ``--full`` leaves out the exhaustive matrices.
 Without either the selection is quick: of each function's cases every value of every
 ``parametrize`` at least once (*each choice*), and nothing that is marked slow. Selecting tests by
-path, node id, ``-k`` or ``-m`` is as good as ``--full``.
+path, node id, ``-k`` or ``-m`` is as good as ``--full``, unless ``--quick`` is given, too.
 """
 
 import functools
@@ -56,6 +56,7 @@ STARTED = pytest.StashKey()
 
 
 def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="quick selection of named tests")
     parser.addoption("--full", action="store_true", help="run all but the exhaustive matrices")
     parser.addoption("--all", action="store_true", help="run the exhaustive matrices too")
     parser.addoption("--rest", action="store_true", help="run what --full adds to the quick ones")
@@ -75,11 +76,10 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return  # a process of xdist has the options that the first process set here
     by_path = config.args_source is config.ArgsSource.ARGS
-    if by_path or option.keyword or option.markexpr or option.device == "cuda":
-        option.full = True
-    elif not option.collectonly:
+    named = by_path or option.keyword or option.markexpr or option.device == "cuda"
+    if not named and not option.collectonly:
         config.stash[STARTED] = time.monotonic()
-    option.full = option.full or option.rest or option.all
+    option.full = option.full or option.rest or option.all or bool(named and not option.quick)
 
 
 def pytest_unconfigure(config):

@@ -56,6 +56,7 @@ SIZES = {
     "--rest --all": REST + MATRICES,
     "--device cuda": ["gpu"],
     "tests/one": QUICK + REST,
+    "--quick tests/one": QUICK,
     "-k slow": ["slow_case[1]", "slow_case[3]", "slow_case[2]", "slow[1]", "slow[2]"],
     "-m slow": REST[1:],
 }
