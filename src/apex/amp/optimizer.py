@@ -167,14 +167,17 @@ class OptimizerState:
             ledger.unscale_delayed()
         options = ledger.take_for_step()
         is_fused = options is not None
-        passes = ledger.passes if is_fused else self._collect()
-        ledger.passes = []
+        if not is_fused:
+            self._collect()
+        is_new, passes = bool(ledger.passes), ledger.passes_of_step()
         noop = None
         if passes and self.observer is None and self._can_defer(passes):
-            noop = self.overflow.defer(passes)
+            noop = self.overflow.defer(passes, is_new=is_new)
+            ledger.leave(passes)
         else:
-            report = self._read(passes)
+            report = self._read(passes, is_new=is_new)
             if report is not None:
+                ledger.leave(passes)
                 self._skip(report, passes, is_fused=is_fused)
                 return None
         if options is not None:
@@ -193,15 +196,19 @@ class OptimizerState:
             self._after_step(copied=copied)
         return result
 
-    def _read(self, passes: list[Pass]) -> overflows.Report | None:
-        """Let the host decide whether to skip, and tell a watch before gradients are freed."""
-        report = self.overflow.read(passes)
-        if self.observer is not None and passes and self.can_skip():
-            self.observer.stepped(self._optimizer(), report is not None, float(passes[0].scale))
+    def _read(self, passes: list[Pass], *, is_new: bool) -> overflows.Report | None:
+        """Let the host decide whether to skip, and tell a watch before gradients are freed.
+
+        A watch has seen what is not ``is_new``: gradients of a step that was skipped before.
+        """
+        report = self.overflow.read(passes, is_new=is_new)
+        if self.observer is not None and is_new and self.can_skip():
+            scale = float(passes[0 if report is None else report.place].scale)
+            self.observer.stepped(self._optimizer(), report is not None, scale)
         return report
 
-    def _collect(self) -> list[Pass]:
-        """Bring gradients to where the step looks for them; the passes that they are of."""
+    def _collect(self) -> None:
+        """Bring gradients to where the step looks for them."""
         ledger = self.ledger
         ledger.collect()
         if ledger.passes:
@@ -209,7 +216,6 @@ class OptimizerState:
         elif not self.use_masters:  # of O3, whose weights may have entries of a state_dict
             for record in ledger.records:
                 record.reconcile()
-        return ledger.passes
 
     def _has_pre_hooks(self) -> bool:
         hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
@@ -308,9 +314,9 @@ class OptimizerState:
                 "masters are written to the model. Call step(closure) of the object that was "
                 "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
-        passes = self._collect()
-        self.ledger.passes = []
-        report = self._read(passes)
+        self._collect()
+        is_new, passes = bool(self.ledger.passes), self.ledger.passes_of_step()
+        report = self._read(passes, is_new=is_new)
         self._inner_is_skipped = report is not None
         if report is None:
             return
@@ -332,7 +338,7 @@ class OptimizerState:
                 setattr(one, "_opt_called", True)  # noqa: B010  # torch's types have no such name
         message = None
         if report.skipped >= self.overflow.limit:
-            loss = next(one.loss for one in passes if one.index == report.loss_id)
+            loss = passes[report.place].loss
             message = overflows.describe_dead_training(self.ledger, report, loss)
             watched = self.observer.sentence() if self.observer is not None else ""
             message += f" {watched or overflows.HOW_TO_WATCH}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from apex import _compat
-from apex.ops.lists.columns import OWN_MEMORY
+from apex.ops.lists.columns import OWN_MEMORY, local
 
 Stash = dict[torch.Tensor, torch.Tensor]  # stashed gradients, by the tensor they belong to
 
@@ -74,6 +74,18 @@ def write_zeros(grad: torch.Tensor) -> None:
     if grad.grad_fn is not None:
         grad.detach_()  # not always: gradient_as_bucket_view makes views, which refuse it
     grad.requires_grad_(False).zero_()
+
+
+@torch.no_grad()
+def zero_where(flags: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """Set all ``grads`` to zeros if one of ``flags`` is not 0; nothing waits for a device."""
+    masks: dict[torch.device, torch.Tensor] = {}
+    for grad in grads:
+        values = local(stored_values(grad))
+        if values.device not in masks:
+            here = [flag.to(values.device, non_blocking=True) for flag in flags]
+            masks[values.device] = torch.stack(here).amax() != 0
+        values.masked_fill_(masks[values.device], 0.0)
 
 
 def any_nonzero(values: Sequence[torch.Tensor]) -> bool:

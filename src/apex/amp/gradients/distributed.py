@@ -145,6 +145,8 @@ class ForwardRecord:
         is_compiled: Whether Dynamo has traced a forward: there masters are not reconciled.
         has_taken: By id, whose gradients on 16-bit weights the next forward clears.
         handed_out: By id, whose masters count as written until the next forward.
+        may_have_left: Whether a step was skipped, or may have been, whose gradients the program may
+            clear without amp's knowledge, by ``model.zero_grad()``.
         is_replayed: Whether apex.debug runs a forward again, which must change nothing.
     """
 
@@ -154,7 +156,7 @@ class ForwardRecord:
         self.synchronises: bool | None = None
         self.reduces_all = False
         self.is_used = True
-        self.is_compiled = self.is_replayed = False
+        self.is_compiled = self.is_replayed = self.may_have_left = False
         self.has_taken: dict[int, Pairs] = {}
         self.handed_out: dict[int, Pairs] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
@@ -187,10 +189,18 @@ class ForwardRecord:
         if torch.is_grad_enabled():
             while self.has_taken:
                 self.has_taken.popitem()[1].clear_taken()
+            if self.may_have_left:
+                self._forget_left()
         elif not model.training:  # with gradients off it may be about to be recomputed
             return
         if is_initialized():
             self._note_wrappers(model)
+
+    def _forget_left(self) -> None:
+        """Forget skipped steps whose gradients are gone: a backward may leave others soon."""
+        training = None if self.training is None else self.training()
+        ledgers = [] if training is None else [one for one in training.ledgers() if one.left]
+        self.may_have_left = not all([ledger.forget_left() for ledger in ledgers])
 
     def reconcile(self) -> None:
         """Call :meth:`~apex.amp.gradients.pairs.Pairs.reconcile` for all weights of the model."""

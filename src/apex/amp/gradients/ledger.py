@@ -22,6 +22,11 @@ next pass continues it if it has the same optimizers and the same scaler or stat
 the scale of the first one and accumulates in ``.grad`` in place, so that a reducer, hooks and an
 ``all_reduce`` in the last block see the whole sum. An overflow in one optimizer of a block skips
 the step of all; where gradients are reduced by hand after the block, each goes by its own.
+
+A skipped step leaves its gradients in ``.grad`` for the program to look at. Until they are cleared
+or the next block drops them (zeros take their place), its passes count for each step: a second step
+is skipped as well. Where a device decides, the host keeps the passes of every step for this, and
+the device drops what a taken one would keep.
 """
 
 from __future__ import annotations
@@ -33,7 +38,14 @@ from dataclasses import dataclass, field
 import torch
 
 from apex.amp.gradients import distributed
-from apex.amp.gradients.accumulation import Stash, accumulate, any_grad, grads_of, unshared
+from apex.amp.gradients.accumulation import (
+    Stash,
+    accumulate,
+    any_grad,
+    grads_of,
+    unshared,
+    zero_where,
+)
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.parameters import Parameters, unscale_into
@@ -103,6 +115,8 @@ class Pass:
         for ledger in self.ledgers:
             if ledger.passes:
                 ledger.forget_cleared_passes()
+            if ledger.left:
+                ledger.drop_left()
         self.scale = self.scaler.scale_on(self.loss.device)
         for ledger in self.ledgers:
             ledger.open(stash=True)
@@ -171,6 +185,8 @@ class Ledger:
             ``FOR_STEP`` and in a block that continues it.
         stash: Gradients from before the open pass.
         passes: Unscaled ones since the last step, for the next one to look at.
+        left: Those of the last step, if it was skipped or a device has decided that; their
+            gradients may still be there.
         records: Of the forwards of the models that the parameters belong to.
         belongs_to_models: Whether all parameters belong to these models.
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
@@ -189,6 +205,7 @@ class Ledger:
     scaled: Pass | None = None
     stash: Stash = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
+    left: list[Pass] = field(default_factory=list)
     records: list[ForwardRecord] = field(default_factory=list)
     belongs_to_models: bool = False
     has_stepped: bool = False
@@ -238,6 +255,39 @@ class Ledger:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
                     one.scaler.finish_pass(distributed.agree_(one.found_inf, [self]))
             self.passes.clear()
+
+    def passes_of_step(self) -> list[Pass]:
+        """The passes that the next step is for: those since the last one, and left ones."""
+        passes, self.passes = self.passes, []
+        if self.left and not self.forget_left():
+            passes = [*self.left, *passes]
+        self.left = []
+        return passes
+
+    def leave(self, passes: list[Pass]) -> None:
+        """Note that a step of ``passes`` is skipped, or that a device decides whether it is."""
+        self.left = passes
+        for record in self.records:
+            record.may_have_left = True
+
+    def forget_left(self) -> bool:
+        """Forget a skipped step whose gradients the program has cleared; whether it has."""
+        params, training = self.params, self.training
+        if training.process_group is not None:  # a rank may have no gradients where others do
+            return False
+        if training.shared and any([one.stash for one in training.co_owners([self])]):
+            return False
+        params.drop_cleared()
+        if any_grad(params.targets) or any_grad(params.tensors):
+            return False
+        self.left = []
+        return True
+
+    def drop_left(self) -> None:
+        """Set what a skipped step has left to zeros; where a device decided, the device does."""
+        left, self.left = self.left, []
+        flags = [one.found_inf for one in left if one.found_inf is not None]
+        zero_where(flags, grads_of(self.params.stepped))
 
     def _stash_gradients(self) -> None:
         stash: Stash = {}
@@ -362,6 +412,7 @@ class Ledger:
         """Forget all gradients, of which the optimizer has cleared its own."""
         self.began, self.foreign, self.stash = self.began + 1, [], {}
         self.passes.clear()
+        self.left = []
         self.is_unreduced = False
         if self.params.weights:
             self.params.zero_grad(set_to_none=set_to_none)
