@@ -205,6 +205,17 @@ class Case(Sequence):
     reference = Reference
 
 
+class InBuffers(Case):
+    """Before a block, gradients of float32 weights are parts of larger tensors."""
+
+    def open(self, *arguments):
+        for weight in self.model.parameters():
+            if weight.grad is not None and weight.dtype == torch.float32:
+                buffer = torch.cat([weight.grad.flatten(), torch.ones(1)])
+                weight.grad = buffer[:-1].view(weight.shape)
+        super().open(*arguments)
+
+
 CASES = [  # float32 weights: static, dynamic, without a scale; masters of both types
     *(("O0", 128.0), ("O1", "dynamic"), ("O4", 1.0)),
     *(("O2", "dynamic"), ("O2", 128.0), ("O5", 1.0)),
@@ -229,6 +240,12 @@ def fused_sgd(params):
 @cases
 def test_every_sequence_gives_what_the_reference_gives(case, kind):
     check(lambda operations: Case(*case, kind, sgd).run(operations), f"{case}{kind}", 15)
+
+
+@kinds
+@pytest.mark.parametrize("case", [("O0", 128.0), *DYNAMIC], ids=str)
+def test_gradients_in_buffers_give_the_same(case, kind):
+    check(lambda operations: InBuffers(*case, kind, sgd).run(operations), f"{case}{kind} parts", 4)
 
 
 @pytest.mark.exhaustive

@@ -26,7 +26,9 @@ from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.overflow import Overflow
-from apex.amp.gradients.parameters import Parameters, StepCheck
+from apex.amp.gradients.parameters import Parameters
+from apex.amp.gradients.step_checks import ModelCheck, StepCheck
+from apex.amp.policy import HALF_TYPES
 from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
 from apex.ops.lists.storage import ScaledStep
@@ -70,6 +72,8 @@ class OptimizerState:
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
         needs_check = use_masters and not self._is_fused
         self._step_check = StepCheck(optimizer, params) if needs_check else None
+        casts_model = training.properties.cast_model_type in HALF_TYPES
+        self._model_check = ModelCheck(optimizer, training) if casts_model else None
         self._is_stepping = self._inner_is_skipped = False
         self.observer: Any = None  # a watch of apex.debug
         params.sync(full)
@@ -86,8 +90,7 @@ class OptimizerState:
 
     def _find_models_and_owners(self) -> None:
         self.training.find_shared()
-        records, is_all = self.training.records_of(self.params.targets)
-        self.ledger.records, self.ledger.belongs_to_models = records, is_all
+        self.ledger.records, self.ledger.outside = self.training.records_of(self.params.targets)
 
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
@@ -255,6 +258,8 @@ class OptimizerState:
             check = None  # the watch has skipped the step
         if check is not None and check.end(self.training.properties.opt_level):
             self._step_check = None
+        if self._model_check is not None and (self.ledger.records or self._model_check.end()):
+            self._model_check = None
         return result
 
     def _refuse_step(self, *, has_closure: bool) -> None:

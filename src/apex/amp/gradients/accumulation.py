@@ -1,4 +1,4 @@
-"""Gradients as tensors: stashing, adding up, clearing, keeping their memory."""
+"""Gradients as tensors: adding up, clearing, keeping their memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from apex import _compat
 from apex.ops.lists.columns import OWN_MEMORY, local
 
-Stash = dict[torch.Tensor, torch.Tensor]  # stashed gradients, by the tensor they belong to
-
 IS_SPARSE = operator.attrgetter("is_sparse")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 # Elements up to which the memory of a master's gradient is kept between steps. To allocate it costs
@@ -24,13 +22,6 @@ _MOST_KEPT = 2**14
 def stored_values(grad: torch.Tensor) -> torch.Tensor:
     """The elements that ``grad`` stores: all of a dense one, the given ones of a sparse one."""
     return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def unshared(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient, copied if it is part of a bucket that the next backward may write to."""
-    if grad.is_sparse or grad.untyped_storage().nbytes() <= grad.numel() * grad.element_size():
-        return grad
-    return grad.clone()
 
 
 def grads_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -140,6 +140,7 @@ class ForwardRecord:
         synchronises: Whether DistributedDataParallel reduces the next backward. It does if one
             forward with gradients since the last reduction ran outside of ``no_sync()``. ``None``
             where no forward ran inside of a DistributedDataParallel.
+        has_buckets: Whether it keeps gradients as parts of its buckets.
         reduces_all: Whether it reduces the whole model, over all ranks, in the usual way.
         is_used: Whether a pass has ended since the last forward.
         is_compiled: Whether Dynamo has traced a forward: there masters are not reconciled.
@@ -154,7 +155,7 @@ class ForwardRecord:
         self.is_cast = is_cast
         self.training: Any = None
         self.synchronises: bool | None = None
-        self.reduces_all = False
+        self.reduces_all = self.has_buckets = False
         self.is_used = True
         self.is_compiled = self.is_replayed = self.may_have_left = False
         self.has_taken: dict[int, Pairs] = {}
@@ -232,6 +233,8 @@ class ForwardRecord:
             if self.is_cast:
                 _refuse_join(around)
         wrappers = [*self._inside, *([] if around is None else [around])]
+        views = [getattr(one, "gradient_as_bucket_view", False) for one in wrappers]
+        self.has_buckets = any(views)
         if not wrappers:
             self.synchronises = None if self.is_used else self.synchronises
             return
@@ -365,7 +368,7 @@ def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
     """
     if any([ledger.training.process_group is not None for ledger in ledgers]):
         return False
-    by_wrapper = all([ledger.belongs_to_models for ledger in ledgers]) and all(
+    by_wrapper = not any([ledger.outside for ledger in ledgers]) and all(
         [record.synchronises and record.reduces_all for record in records]
     )
     return by_wrapper or not several_ranks()
