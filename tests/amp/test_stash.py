@@ -170,6 +170,25 @@ def test_an_optimizer_of_one_flat_parameter(level):
     assert flat.tolist() == [0.0] * 10
 
 
+@pytest.mark.parametrize("has_version", [True, False])
+def test_a_flat_parameter_under_init(has_version):
+    """Writes to parts of ``.grad.data`` change no version of ``.grad``."""
+    model = ones()
+    flat = flattened(model)
+    if not has_version:
+        for weight in model.parameters():
+            weight.grad = weight.grad.data
+    optimizer = sgd([flat], lr=0.25)
+    handle = amp.init(loss_scale=SCALE)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        with handle.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        assert flat.grad.tolist() == [1.0] * 10
+        optimizer.step()
+    assert flat.tolist() == [0.5] * 10
+
+
 @pytest.mark.parametrize("level", FLOAT32)
 def test_a_flat_parameter_that_is_the_models_too_is_refused(level):
     """amp takes its gradient aside, as that of any weight, and the others are parts of it."""

@@ -70,10 +70,6 @@ class Training:
                 owners.setdefault(id(param), set()).add(id(ledger))
         self.shared = {param: ids for param, ids in owners.items() if len(ids) > 1}
 
-    def has_models(self) -> bool:
-        """Whether it was given models, as by ``initialize``, and not by ``init``."""
-        return bool(self._models)
-
     def records_of(self, weights: Sequence[torch.Tensor]) -> tuple[list[Any], frozenset[int]]:
         """The records of the models that ``weights`` belong to, and ids of those of no model."""
         ids, found, records = set(map(id, weights)), set(), []

@@ -316,8 +316,7 @@ class Ledger:
             has_buckets=any([record.has_buckets for record in records]),
         )
         if any_grad(self.params.plain):
-            outside = self.outside if self.training.has_models() else frozenset[int]()
-            stash.take(self.params.plain, outside=outside)
+            stash.take(self.params.plain, outside=self.outside)
         if self.params.weights and self.params.stash(stash):
             self._warn(_EDITED, stacklevel=6)
         if stash.has_moved:

@@ -6,8 +6,8 @@ added up, and no memory is read. At its end the sum goes into the tensor that wa
 
 A gradient that is a part of a larger tensor stays where it is, since a program may zero, reduce or
 clip that tensor as a whole: zeros take its place, and a copy of it is put aside. The same goes for
-the gradient of a parameter of no model, of which the gradients of the model's weights may be parts:
-backward writes to those alone.
+the gradient of a parameter of no model, as under ``amp.init``: the gradients of weights that the
+optimizer does not have may be parts of it, and backward writes to those alone.
 
 DistributedDataParallel has tensors of its own as gradients, and may write to them in each backward.
 Inside of one gradients are put aside as copies where that is so, and ``.grad`` is what it leaves.
