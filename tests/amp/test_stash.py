@@ -58,12 +58,13 @@ def test_a_gradient_stays_the_tensor_that_it_was(level):
         assert all(torch.equal(grad, torch.full_like(grad, total)) for grad in tensors)
 
 
+@pytest.mark.parametrize("is_part", [False, True])
 @pytest.mark.parametrize("level", FLOAT32)
-def test_one_tensor_is_the_gradient_of_two_weights(level):
+def test_one_tensor_is_the_gradient_of_two_weights(level, is_part):
     model = nn.ModuleList([ones(), ones()])
     optimizer = start(level, model)
     first, second = model[0].weight, model[1].weight
-    first.grad = second.grad = torch.full_like(first, 3.0)
+    first.grad = second.grad = torch.full((2 + is_part, 4), 3.0)[:2]
     scaled_backward((first + 2 * second).sum(), optimizer)
     assert torch.equal(first.grad, torch.full_like(first, 4.0))
     assert torch.equal(second.grad, torch.full_like(second, 5.0))

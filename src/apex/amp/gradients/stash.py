@@ -17,11 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from operator import attrgetter, itemgetter
 
 import torch
 
 from apex.amp.gradients.accumulation import accumulate, addresses
 from apex.ops.lists.columns import OWN_MEMORY
+
+_LAYOUT, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("requires_grad")
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
 class Stash(dict[torch.Tensor, torch.Tensor]):
@@ -37,40 +41,54 @@ class Stash(dict[torch.Tensor, torch.Tensor]):
         self.by_wrapper = by_wrapper
         self.has_buckets = has_buckets
         self.has_moved = False
-        self._zeroed: dict[torch.Tensor, torch.Tensor] = {}  # that have stayed where they were
-        self._versions: dict[torch.Tensor, int] = {}  # of those, and of what is here, if no copy
-
-    def take_off(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
-        """Put the gradient of a 16-bit weight aside for its master."""
-        self[weight] = self.unshared(grad)
-        self.has_moved |= not self.by_wrapper and _is_part(grad)
-
-    def unshared(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient, copied if it is a part of a tensor that the next backward may write to."""
-        return grad.clone() if self.has_buckets or _is_part(grad) else grad
+        # Weights with gradients that are here as they were, and their versions.
+        self._own: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        # By id of the weight, gradients that have stayed where they were, and their versions.
+        self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
 
     @torch.no_grad()
     def take(self, weights: Iterable[torch.Tensor], *, outside: AbstractSet[int]) -> None:
         """Put the gradients of ``weights`` aside; ``outside`` are ids of those of no model."""
-        for weight in weights:
-            grad = weight.grad
-            if grad is None:
+        both = [(weight, grad) for weight in weights if (grad := weight.grad) is not None]
+        parts = []
+        for weight, grad in both:
+            is_part = _is_part(grad)
+            if not self.by_wrapper and (is_part or id(weight) in outside) and _are_plain([grad]):
+                parts.append((weight, grad))
                 continue
-            if not self.by_wrapper and (_is_part(grad) or _is_dense(grad, weight, outside)):
-                self[weight] = grad.clone()
-                self._zeroed[weight] = grad.zero_()
-                continue
-            self[weight] = self.unshared(grad)
-            if self[weight] is grad and not grad.is_inference():
-                self._versions[weight] = grad._version
+            is_copied = is_part or self.has_buckets
+            self[weight] = grad.clone() if is_copied else grad
             weight.grad = None
-        for weight, grad in self._zeroed.items():  # parts of one tensor have one version
-            self._versions[weight] = grad._version
+            if not is_copied and not grad.is_inference():
+                self._own.append((weight, grad, grad._version))
+        if parts:
+            self._zero(parts, addresses([grad for _, grad in both]))
+
+    def _zero(
+        self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], memory: Sequence[int]
+    ) -> None:
+        """Put copies of gradients aside, and leave zeros; but of those that two weights have."""
+        for weight, grad in parts:
+            self[weight] = grad.clone()
+            if memory.count(grad.data_ptr()) > 1:
+                weight.grad = None
+            else:
+                self._zeroed[id(weight)] = grad, 0
+        for grad, _ in self._zeroed.values():
+            grad.zero_()
+        # Afterwards: parts of one tensor have one version.
+        self._zeroed = {key: (grad, grad._version) for key, (grad, _) in self._zeroed.items()}
+
+    def take_off(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """Put the gradient of a 16-bit weight aside for its master."""
+        is_part = _is_part(grad)
+        self[weight] = grad.clone() if is_part or self.has_buckets else grad
+        self.has_moved |= is_part and not self.by_wrapper
 
     def refuse_written(self) -> None:
         """Raise where backward has written to a gradient that was put aside."""
-        for weight, version in self._versions.items():
-            if weight not in self._zeroed and self[weight]._version != version:
+        for weight, grad, version in self._own:
+            if grad._version != version:
                 raise RuntimeError(
                     "amp.scale_loss: the gradient that a weight of shape "
                     f"{tuple(weight.shape)} had before the block was written to in it, so that "
@@ -81,16 +99,14 @@ class Stash(dict[torch.Tensor, torch.Tensor]):
 
     def is_written(self, weight: torch.Tensor) -> bool:
         """Whether ``.grad`` of ``weight`` has been set or written to in the block."""
-        grad = self._zeroed.get(weight)
-        return weight.grad is not grad or (
-            grad is not None and grad._version != self._versions[weight]
-        )
+        grad, version = self._zeroed.get(id(weight), (None, 0))
+        return weight.grad is not grad or (grad is not None and grad._version != version)
 
     @torch.no_grad()
     def restore(self, weights: Iterable[torch.Tensor]) -> None:
         """Give ``weights`` the gradients that they had, for a block that has raised."""
         for weight in weights:
-            grad, zeroed = self.get(weight), self._zeroed.get(weight)
+            grad, (zeroed, _) = self.get(weight), self._zeroed.get(id(weight), (None, 0))
             weight.grad = grad if grad is None or zeroed is None else zeroed.copy_(grad)
 
     @torch.no_grad()
@@ -99,27 +115,20 @@ class Stash(dict[torch.Tensor, torch.Tensor]):
 
         ``pairs``: what is stepped, and what was put aside for it.
         """
-        rows = [(tensor, grad, now) for tensor, grad in pairs if (now := tensor.grad) is not None]
-        kept = [row for row in rows if self._keeps(*row)]
-        memory = [address for address in addresses([grad for _, grad, _ in kept]) if address]
-        if self.by_wrapper or len({*memory}) < len(memory):  # two weights have one gradient
-            kept = []
-        elif kept:
-            torch._foreach_add_([grad for _, grad, _ in kept], [now for _, _, now in kept])
-            for tensor, grad, _ in kept:
-                tensor.grad = grad
-        done = {id(tensor) for tensor, _, _ in kept}
+        own = [] if self.by_wrapper else [(weight, grad) for weight, grad, _ in self._own]
+        both = [(grad, now) for weight, grad in own if (now := weight.grad) is not None]
+        if not _are_plain([*map(_FIRST, both), *map(_SECOND, both)]):  # sparse ones, for example
+            own = [(w, g) for w, g in own if w.grad is None or _are_plain([g, w.grad])]
+            both = [(grad, now) for weight, grad in own if (now := weight.grad) is not None]
+        memory = [address for address in addresses([*map(_FIRST, both)]) if address]
+        if len({*memory}) < len(memory):  # two weights have one gradient
+            own = both = []
+        if both:
+            torch._foreach_add_([*map(_FIRST, both)], [*map(_SECOND, both)])
+        for weight, grad in own:
+            weight.grad = grad
+        done = {id(weight) for weight, _ in own}
         accumulate([pair for pair in pairs if id(pair[0]) not in done])
-
-    def _keeps(self, tensor: torch.Tensor, grad: torch.Tensor, now: torch.Tensor) -> bool:
-        """Whether ``grad``, put aside as it was, can be ``.grad`` again, instead of ``now``."""
-        return (
-            self.get(tensor) is grad  # not a copy for a master
-            and tensor not in self._zeroed
-            and OWN_MEMORY.issuperset((type(now), type(grad)))
-            and now.layout == grad.layout == torch.strided
-            and not (now.is_neg() or grad.is_neg())
-        )
 
 
 def _is_part(grad: torch.Tensor) -> bool:
@@ -129,6 +138,12 @@ def _is_part(grad: torch.Tensor) -> bool:
     return grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
 
 
-def _is_dense(grad: torch.Tensor, weight: torch.Tensor, among: AbstractSet[int]) -> bool:
-    """Whether ``weight`` is ``among`` these ids, and its gradient a dense tensor."""
-    return id(weight) in among and type(grad) in OWN_MEMORY and grad.layout == torch.strided
+def _are_plain(grads: Sequence[torch.Tensor]) -> bool:
+    """Whether all are dense tensors with memory of their own, which no graph needs."""
+    return (
+        OWN_MEMORY.issuperset(map(type, grads))
+        and {torch.strided}.issuperset(map(_LAYOUT, grads))
+        and not any(map(torch.Tensor.is_neg, grads))
+        and not any(map(_REQUIRES_GRAD, grads))
+        and not any(map(torch.Tensor.is_inference, grads))
+    )
