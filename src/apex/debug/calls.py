@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from apex.debug.tensors import is_bad, local, plain
 
@@ -118,6 +119,7 @@ class Call:
         self.sums: list[torch.Tensor] = []
         self.gave: list[StorageWeakRef | None] = []
         self.age = 0
+        self._on_leaves: list[RemovableHandle] = []
 
     def keep_written_buffers(self) -> list[torch.Tensor]:
         """Forget the copies of buffers that this forward did not write; return the others."""
@@ -131,7 +133,16 @@ class Call:
             self.sums += _sums(tensor)
             self.gave.append(_memory(tensor))
             if tensor.requires_grad:
-                tensor.register_hook(partial(_keep_gradient, me, place))  # type: ignore[no-untyped-call]
+                hook = partial(_keep_gradient, me, place)
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
+                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:  # a parameter, which lives longer than the step
+                    self._on_leaves.append(handle)
+
+    def release(self) -> None:
+        """Take the hooks off that would outlive the call."""
+        while self._on_leaves:
+            self._on_leaves.pop().remove()
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that have reached the outputs."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from apex.bench.cli import UsageError
@@ -77,12 +77,14 @@ class _Program:
         self._watch = Watch([], [], None, None, self._write)
         self._optimizers: list[Any] = []  # made, and not watched yet
         self._unseen: set[int] = set()  # their parameters without a module that was called
+        self._looked_at: WeakSet[torch.nn.Module] = WeakSet()  # modules without any of these
+        self._call = torch.nn.Module.__call__
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Notice optimizers and scalers when they are made, and modules when they are called."""
         undo = [
-            torch_modules.register_module_forward_pre_hook(self._called).remove,
+            self._stop_looking,
             register_optimizer_step_pre_hook(self._begins).remove,
             _after_init(torch.optim.Optimizer, self._made),
             _after_init(torch.amp.GradScaler, self._watch.attach_scaler),
@@ -96,22 +98,36 @@ class _Program:
     def _made(self, optimizer: Any) -> None:
         self._optimizers.append(optimizer)
         self._unseen |= set(map(id, params_of(optimizer)))
+        self._looked_at.clear()
+        called, call = self._called, self._call
+
+        def look(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            called(module)
+            return call(module, *args, **kwargs)
+
+        # Not a hook for all modules, of which torch.compile warns: nothing while all are seen.
+        torch.nn.Module.__call__ = look  # type: ignore[method-assign]
+
+    def _stop_looking(self) -> None:
+        torch.nn.Module.__call__ = self._call  # type: ignore[method-assign]
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Watch a step from its start on where the model's first call is in its closure."""
         if len(args) > 1 or kwargs.get("closure") is not None:
             self._attach(optimizer)
 
-    def _called(self, module: torch.nn.Module, args: Any) -> None:
-        if not self._unseen or isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+    def _called(self, module: torch.nn.Module) -> None:
+        """Watch a module that has parameters of an optimizer, from this call on."""
+        if module in self._looked_at or isinstance(module, torch.jit.ScriptModule):
             return
         own = {id(param) for param in module.parameters()}
         if own.isdisjoint(self._unseen):
+            self._looked_at.add(module)
             return
         self._unseen -= own
-        # The hook that this adds is not called for this forward; torch's global ones get no kwargs.
-        kwargs = sys._getframe(1).f_locals.get("kwargs", {})
-        self._watch.attach(module, first=(args, kwargs))
+        if not self._unseen:
+            self._stop_looking()
+        self._watch.attach(module)
         for optimizer in list(self._optimizers):
             if not own.isdisjoint(map(id, params_of(optimizer))):
                 self._attach(optimizer)

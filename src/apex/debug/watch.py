@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import types
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -22,6 +22,7 @@ import torch
 
 import apex
 from apex.debug import ranks
+from apex.debug.attaching import put_on_model, put_on_scaler, unwrapped
 from apex.debug.calls import Call, is_transformed, stateful
 from apex.debug.drift import Drift, Sampler
 from apex.debug.explain import Fault, explain
@@ -82,8 +83,7 @@ class Watch:
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
-        self._open: dict[int, Call] = {}  # forwards that run, by model
-        self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
+        self._calls: deque[Call] = deque()
         self._stateful: dict[int, list[torch.Tensor]] = {}  # buffers that a forward writes
         self._losses: list[torch.Tensor] = []
         self._since = 0
@@ -91,6 +91,7 @@ class Watch:
         self._stepped: set[int] = set()  # optimizers, since the last forward
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients of a skipped step
         self._busy = self._warned = False
+        self._lock = threading.RLock()  # for programs that train in several threads
         self._undo: list[Callable[[], None]] = []
         for model in models:
             self.attach(model)
@@ -157,6 +158,8 @@ class Watch:
         """Take all hooks off. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
+        for call in self._calls:
+            call.release()
         self._calls.clear()
         self._losses.clear()
         self.fault = None
@@ -169,53 +172,42 @@ class Watch:
 
     # -- forwards ------------------------------------------------------------------------------
 
-    def attach(self, model: torch.nn.Module, first: Any = None) -> None:
-        """Watch a model too; ``first`` are the inputs of a forward that has begun already."""
-        model = _inner(model)
+    def attach(self, model: torch.nn.Module) -> None:
+        """Watch the forwards of a model too."""
+        model = unwrapped(model)
         self._models.append(plain(model))
-        if first is not None:
-            self._before(model, *first)
-        compiled = getattr(model, "_compiled_call_impl", None)
-        if compiled is not None:  # model.compile(): hooks would be compiled too
+        self._undo.append(put_on_model(model, self.begin_call, self.end_call))
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self._before(model, args, kwargs)
-                output = compiled(*args, **kwargs)
-                self._after(model, args, kwargs, output)
-                return output
-
-            model._compiled_call_impl = call
-            self._undo.append(lambda: setattr(model, "_compiled_call_impl", compiled))
-            return
-        before = model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        after = model.register_forward_hook(self._after, with_kwargs=True)
-        self._undo += [before.remove, after.remove]
-
-    def _before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def begin_call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Call | None:
+        """Keep what a forward is given; ``None`` where it is not to be watched."""
         if self._busy or not torch.is_grad_enabled() or is_transformed():
-            return
-        if self._stepped:  # of several optimizers; the others needed the calls as well
-            self._drop()
-        if len(self._calls) == _MOST_CALLS and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. If a "
-                "GradScaler steps it, pass watch(..., scaler=scaler).",
-                stacklevel=_depth(),
-            )
-        buffers = self._stateful.get(id(model))
-        if buffers is None:  # the first forward: each may be written
-            buffers = stateful(model)
-        self._open[id(model)] = Call(model, args, kwargs, buffers)
+            return None
+        with self._lock:
+            if self._stepped:  # of several optimizers; the others needed the calls as well
+                self._drop()
+            if len(self._calls) == _MOST_CALLS and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. "
+                    "If a GradScaler steps it, pass watch(..., scaler=scaler).",
+                    stacklevel=_depth(),
+                )
+            buffers = self._stateful.get(id(model))
+            if buffers is None:  # the first forward: each may be written
+                buffers = stateful(model)
+            return Call(model, args, kwargs, buffers)
 
-    def _after(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self._open.pop(id(model), None)
-        if call is None or self._busy:
+    def end_call(self, call: Call, output: Any) -> None:
+        """Keep what a replay needs of the outputs."""
+        if self._busy:
             return
-        if id(model) not in self._stateful:
-            self._stateful[id(model)] = call.keep_written_buffers()
-        call.watch_outputs(output)
-        self._calls.append(call)
+        with self._lock:
+            if id(call.model) not in self._stateful:
+                self._stateful[id(call.model)] = call.keep_written_buffers()
+            call.watch_outputs(output)
+            if len(self._calls) == _MOST_CALLS:
+                self._calls.popleft().release()
+            self._calls.append(call)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -253,8 +245,7 @@ class Watch:
                 self.stepped(optimizer, torch.stack(flags).amax(), scaler.get_scale())
             return result
 
-        scaler.step = types.MethodType(step, scaler)
-        self._undo.append(lambda: vars(scaler).pop("step", None))
+        self._undo.append(put_on_scaler(scaler, step))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy:
@@ -304,7 +295,11 @@ class Watch:
 
         ``only_loss`` is ``None`` where amp or a scaler has decided whether to skip the step.
         """
-        dynamic, is_bad = only_loss is None, bool(found)
+        with self._lock:
+            return self._end_step(optimizer, bool(found), scale, only_loss)
+
+    def _end_step(self, optimizer: Any, is_bad: bool, scale: float, only_loss: Any) -> bool:
+        dynamic = only_loss is None
         self.steps += 1
         self._stepped.add(id(optimizer))
         self._losses.clear()
@@ -353,6 +348,8 @@ class Watch:
             call.age += 1
             if not call.passes and call.age < 3:
                 self._calls.append(call)
+            else:
+                call.release()
 
 
 def watch_of(optimizer: Any) -> Watch | None:
@@ -369,21 +366,12 @@ def _depth() -> int:
     return depth
 
 
-def _inner(model: Any) -> Any:
-    """The module inside of a data-parallel wrapper, whose replay needs no other rank."""
-    while "DataParallel" in type(model).__name__ and isinstance(
-        getattr(model, "module", None), torch.nn.Module
-    ):
-        model = model.module
-    return model
-
-
 def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
     if not tensors:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     if any([t.requires_grad or t.is_sparse for t in tensors]):  # noqa: C419  # faster
         tensors = [local(tensor).detach().clone() for tensor in tensors]
-    found = unscale_(tensors, torch.ones((), device=tensors[0].device))
+    found = unscale_(tensors, torch.ones((), dtype=torch.float32, device=tensors[0].device))
     assert found is not None  # asked for by a tensor
     return found
