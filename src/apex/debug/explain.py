@@ -13,7 +13,6 @@ is asked of all (``Together.any``) before it decides what is done next.
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from apex.debug.ranks import Together
 from apex.debug.report import Report
 from apex.debug.tensors import describe, is_bad, named_in, params_of, plain
 from apex.debug.tracing import Origin, Trace
+from apex.debug.undisturbed import undisturbed
 from apex.debug.update import update_again
 from apex.debug.widening import Wide
 
@@ -51,8 +51,7 @@ class Fault:
 def explain(fault: Fault, step: _Loss | None) -> Report:
     """Say why a step was not finite; see the module's text."""
     everyone = fault.together.are_here()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with undisturbed():
         report = _Explanation(fault, step).report(everyone)
     report.rank = fault.together.rank
     if not everyone:

@@ -72,6 +72,7 @@ class Watch:
         patience: int = 16,
         process_group: Any = None,
         every: int = 0,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self.report: Report | None = None
         self.fault: Fault | None = None
@@ -80,6 +81,7 @@ class Watch:
         self._number = next(_numbers)
         self._step, self._on_fault, self._skip = step, on_fault, skip
         self._patience, self._group, self._every = patience, process_group, every
+        self._warn = warn or _warn
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
@@ -90,7 +92,7 @@ class Watch:
         self._in_a_row: dict[int, int] = {}  # steps with a fault, by optimizer
         self._stepped: set[int] = set()  # optimizers, since the last forward
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients of a skipped step
-        self._busy = self._warned = False
+        self._busy = self._warned = self._stopped = False
         self._lock = threading.RLock()  # for programs that train in several threads
         self._undo: list[Callable[[], None]] = []
         for model in models:
@@ -134,7 +136,7 @@ class Watch:
         try:
             report = explain(self.fault, step or self._step)
         finally:
-            self._busy = False
+            self._busy = self._stopped
         self.report = self.report or report
         return report
 
@@ -154,13 +156,18 @@ class Watch:
         copies = sum(value.nbytes for call in self._calls for _, value, _ in call.buffers)
         return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
 
+    def stop(self) -> None:
+        """Look at no further step; hooks stay until :meth:`close`, which a hook cannot call."""
+        self._stopped, self._busy, self.fault = True, True, None
+        while self._calls:
+            self._calls.pop().release()
+
     def close(self) -> None:
         """Take all hooks off. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
-        for call in self._calls:
-            call.release()
-        self._calls.clear()
+        while self._calls:
+            self._calls.pop().release()
         self._losses.clear()
         self.fault = None
 
@@ -187,10 +194,9 @@ class Watch:
                 self._drop()
             if len(self._calls) == _MOST_CALLS and not self._warned:
                 self._warned = True
-                warnings.warn(
+                self._warn(
                     f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. "
-                    "If a GradScaler steps it, pass watch(..., scaler=scaler).",
-                    stacklevel=_depth(),
+                    "If a GradScaler steps it, pass watch(..., scaler=scaler)."
                 )
             buffers = self._stateful.get(id(model))
             if buffers is None:  # the first forward: each may be written
@@ -238,7 +244,7 @@ class Watch:
             try:
                 result = inner(optimizer, *args, **kwargs)
             finally:
-                self._busy = False
+                self._busy = self._stopped
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             if found:
                 flags = [flag.to("cpu") for flag in found.values()]
@@ -295,6 +301,8 @@ class Watch:
 
         ``only_loss`` is ``None`` where amp or a scaler has decided whether to skip the step.
         """
+        if self._stopped:
+            return bool(found)
         with self._lock:
             return self._end_step(optimizer, bool(found), scale, only_loss)
 
@@ -356,6 +364,10 @@ def watch_of(optimizer: Any) -> Watch | None:
     """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
     found = _watches.get(id(optimizer))
     return found if found is not None and found._undo else None
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=_depth())
 
 
 def _depth() -> int:
