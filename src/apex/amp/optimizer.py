@@ -197,7 +197,9 @@ class OptimizerState:
         """Let the host decide whether to skip, and tell a watch before gradients are freed."""
         report = self.overflow.read(passes)
         if self.observer is not None and passes and self.can_skip():
-            self.observer.stepped(self._optimizer(), report is not None, float(passes[0].scale))
+            bad = [one for one in passes if report and one.index == report.loss_id]
+            scale = float((bad or passes)[0].scale)
+            self.observer.stepped(self._optimizer(), report is not None, scale)
         return report
 
     def _collect(self) -> list[Pass]:

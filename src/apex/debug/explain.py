@@ -123,6 +123,8 @@ class _Explanation:
             if origin.kind in ("operation", "mask", "memory"):
                 report.operation, report.module = origin.name, origin.module
                 report.direction, report.call = origin.direction, origin.call
+            elif origin.kind in ("parameter", "buffer"):
+                report.module = origin.name.rpartition(".")[0]
         return report
 
     # -- replays -------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ class _Explanation:
             f"{origin.values['dtype']}.",
             origin,
         )
-        report.module = report.direction = None
+        report.module, report.direction = name.rpartition(".")[0], None
         eps = group.get("eps")
         if isinstance(eps, float) and float(torch.tensor(eps, dtype=param.dtype)) == 0.0:
             self._notes.append(f"eps={eps:g} is 0 in {str(param.dtype).removeprefix('torch.')}")

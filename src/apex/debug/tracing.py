@@ -29,6 +29,7 @@ from apex.debug.tensors import HALVES, describe, is_bad, local, tensors_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
+_APEX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
 
 
@@ -327,7 +328,7 @@ def _line() -> str:
         file = frame.f_code.co_filename
         if file.startswith(_OWN):
             break  # what called the replay
-        if not file.startswith((_TORCH, "<frozen")) and "torch/_" not in file:
+        if not file.startswith((_TORCH, _APEX, "<frozen")) and "torch/_" not in file:
             return _show(frame)
         if layer is None and f"torch{os.sep}nn" in file and "module.py" not in file:
             layer = frame
