@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from apex.debug.calls import Call, Outcome, Replay, StepError, unchanged
+from apex.debug.growth import Growth
 from apex.debug.ranks import Together
 from apex.debug.report import Report
 from apex.debug.tensors import describe, is_bad, named_in, params_of, plain
@@ -30,6 +31,7 @@ from apex.debug.update import update_again
 from apex.debug.widening import Wide
 
 _HALVES = ("float16", "bfloat16")
+_OF_LARGE_WEIGHTS = ("loss", "model", "optimizer", "parameter", "range", "scale")
 _HALVINGS = 24
 _Loss = Callable[[], torch.Tensor]
 
@@ -46,6 +48,7 @@ class Fault:
     scale: float
     together: Together
     bad_loss: bool
+    growth: Growth | None = None
 
 
 def explain(fault: Fault, step: _Loss | None) -> Report:
@@ -54,6 +57,8 @@ def explain(fault: Fault, step: _Loss | None) -> Report:
     with undisturbed():
         report = _Explanation(fault, step).report(everyone)
     report.rank = fault.together.rank
+    if fault.growth is not None and report.cause in _OF_LARGE_WEIGHTS:
+        report.sentence += fault.growth.sentence(_names_of_stepped(fault))
     if not everyone:
         report.notes.append(
             "not all ranks called explain() within 60 seconds, so only this one was looked at"
@@ -61,6 +66,15 @@ def explain(fault: Fault, step: _Loss | None) -> Report:
     elif fault.together.is_parallel:
         _compare_ranks(report, fault)
     return report
+
+
+def _names_of_stepped(fault: Fault) -> dict[int, str]:
+    """The names of what optimizers step, by ``id``: of a master that of its parameter."""
+    names = {id(one): name for name, one in named_in(fault.models, "named_parameters")}
+    for managed in [one._amp_stash for one in fault.optimizers if hasattr(one, "_amp_stash")]:
+        for target, stepped in zip(managed.params.targets, managed.params.stepped, strict=True):
+            names[id(stepped)] = names.get(id(target), "")
+    return names
 
 
 def _compare_ranks(report: Report, fault: Fault) -> None:

@@ -26,6 +26,7 @@ from apex.debug.attaching import put_on_model, put_on_scaler, unwrapped
 from apex.debug.calls import Call, is_transformed, stateful
 from apex.debug.drift import Drift, Sampler
 from apex.debug.explain import Fault, explain
+from apex.debug.growth import Growth
 from apex.debug.report import Report
 from apex.debug.tensors import local, plain
 from apex.ops.lists.unscale import unscale_
@@ -73,6 +74,7 @@ class Watch:
         process_group: Any = None,
         every: int = 0,
         warn: Callable[[str], None] | None = None,
+        growth: Growth | None = None,
     ) -> None:
         self.report: Report | None = None
         self.fault: Fault | None = None
@@ -81,7 +83,7 @@ class Watch:
         self._number = next(_numbers)
         self._step, self._on_fault, self._skip = step, on_fault, skip
         self._patience, self._group, self._every = patience, process_group, every
-        self._warn = warn or _warn
+        self._warn, self._growth = warn or _warn, growth
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
@@ -198,6 +200,8 @@ class Watch:
                     f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. "
                     "If a GradScaler steps it, pass watch(..., scaler=scaler)."
                 )
+            if self._growth is not None:
+                self._growth.begin(self.steps + 1, self._optimizers)
             buffers = self._stateful.get(id(model))
             if buffers is None:  # the first forward: each may be written
                 buffers = stateful(model)
@@ -309,6 +313,8 @@ class Watch:
     def _end_step(self, optimizer: Any, is_bad: bool, scale: float, only_loss: Any) -> bool:
         dynamic = only_loss is None
         self.steps += 1
+        if self._growth is not None:
+            self._growth.end()
         self._stepped.add(id(optimizer))
         self._losses.clear()
         before = self._in_a_row.pop(id(optimizer), 0)
@@ -325,6 +331,7 @@ class Watch:
                 scale,
                 together,
                 bool(only_loss),
+                self._growth,
             )
             may_heal = dynamic and not any(call.had_nan() for call in self._calls)
             if self.report is None and before >= (self._patience if may_heal else 0):

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from apex.bench.cli import UsageError
 from apex.bench.debugging.script import say
 from apex.bench.options import check_folder
+from apex.debug.growth import Growth
 from apex.debug.report import Report
 from apex.debug.tensors import params_of
 from apex.debug.watch import Watch
@@ -28,7 +29,7 @@ class Program:
 
     def __init__(self, folder: Path, *, skip: bool) -> None:
         self._folder, self._skip = folder, skip
-        self.watch = Watch([], [], None, None, self._write, skip=skip, warn=say)
+        self.watch = Watch([], [], None, None, self._write, skip=skip, warn=say, growth=Growth())
         self._optimizers: list[Any] = []  # made, and not watched yet
         self._unseen: set[int] = set()  # their parameters without a module that was called
         self._looked_at: WeakSet[torch.nn.Module] = WeakSet()  # modules without any of these
