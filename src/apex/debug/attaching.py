@@ -44,9 +44,12 @@ class _WatchedCall:
         if torch.compiler.is_compiling():
             return self._inner(*args, **kwargs)
         call = self._begin(self._model, args, kwargs)
-        output = self._inner(*args, **kwargs)
-        if call is not None:
-            self._end(call, output)
+        try:
+            output = self._inner(*args, **kwargs)
+        except BaseException:
+            self._end(None, None)
+            raise
+        self._end(call, output)
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:  # a class whose __getstate__ gives all attributes

@@ -1,7 +1,7 @@
 """Weights that grew a hundredfold within a few steps: what the largest one was before each step.
 
-Sampled are at most 64 tensors, spread over those that the optimizers step. The norms stay on their
-device; they are read only for a report.
+Sampled are at most 8 matrices, spread over those that the optimizers step, the last one with them:
+each takes two norms a step. These stay on their device; they are read only for a report.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from apex.debug.tensors import local
 
-_TENSORS = 64  # two norms of each, 2 us on a CPU: 0.3 ms of a step at most
+_TENSORS = 8
 _STEPS = 8
 _FACTOR = 100.0  # of the largest weight; healthy ones grow less, unless they begin at 0
 
@@ -48,8 +48,10 @@ class Growth:
 
     def _sample(self, optimizers: list[Any]) -> None:
         groups = [group for one in optimizers for group in one.param_groups]
-        stepped = [p for group in groups for p in group["params"] if p.is_floating_point()]
-        self._from, self._sampled = len(optimizers), stepped[:: -(-len(stepped) // _TENSORS) or 1]
+        stepped = [p for group in groups for p in group["params"] if _is_plain(p)]
+        matrices = [one for one in stepped if one.dim() > 1] or stepped
+        every = -(-len(matrices) // _TENSORS) or 1
+        self._from, self._sampled = len(optimizers), matrices[::-1][::every]
         self._rows.clear()
 
     @torch.no_grad()
@@ -57,7 +59,8 @@ class Growth:
         """Note the gradients of the step, which are unscaled now."""
         if not self._rows or self._rows[-1].gradients:
             return
-        found = [(i, one.grad) for i, one in enumerate(self._sampled) if one.grad is not None]
+        gradients = [(i, one.grad) for i, one in enumerate(self._sampled)]
+        found = [(i, one) for i, one in gradients if one is not None and _is_plain(local(one))]
         row: list[torch.Tensor | None] = [None] * len(self._sampled)
         norms = _norms([gradient for _, gradient in found], 2.0)
         for (place, _), norm in zip(found, norms, strict=True):
@@ -92,7 +95,14 @@ class Growth:
         )
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    filled = tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.is_floating_point() and filled
+
+
 def _norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     dense = [local(one) for one in tensors]
     filled = [one if one.numel() else one.new_zeros(1) for one in dense]
-    return [*torch._foreach_norm(filled, order, dtype=torch.float32)] if filled else []
+    wide = any(one.dtype is torch.float64 for one in filled)  # torch refuses to narrow them
+    dtype = torch.float64 if wide else torch.float32
+    return [*torch._foreach_norm(filled, order, dtype=dtype)] if filled else []

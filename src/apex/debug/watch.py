@@ -27,9 +27,9 @@ from apex.debug.calls import Call, is_transformed, stateful
 from apex.debug.drift import Drift, Sampler
 from apex.debug.explain import Fault, explain
 from apex.debug.growth import Growth
+from apex.debug.lines import Lines
 from apex.debug.report import Report
-from apex.debug.tensors import local, plain
-from apex.ops.lists.unscale import unscale_
+from apex.debug.tensors import local, non_finite, plain
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
@@ -75,6 +75,7 @@ class Watch:
         every: int = 0,
         warn: Callable[[str], None] | None = None,
         growth: Growth | None = None,
+        lines: Lines | None = None,
     ) -> None:
         self.report: Report | None = None
         self.fault: Fault | None = None
@@ -83,7 +84,7 @@ class Watch:
         self._number = next(_numbers)
         self._step, self._on_fault, self._skip = step, on_fault, skip
         self._patience, self._group, self._every = patience, process_group, every
-        self._warn, self._growth = warn or _warn, growth
+        self._warn, self._growth, self._lines = warn or _warn, growth, lines
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
@@ -135,6 +136,8 @@ class Watch:
                 "an inf or NaN in its gradients. Look at watch.fault first."
             )
         self._busy = True
+        if self._lines is not None:
+            self._lines.off()
         try:
             report = explain(self.fault, step or self._step)
         finally:
@@ -161,6 +164,8 @@ class Watch:
     def stop(self) -> None:
         """Look at no further step; hooks stay until :meth:`close`, which a hook cannot call."""
         self._stopped, self._busy, self.fault = True, True, None
+        if self._lines is not None:
+            self._lines.stop()
         while self._calls:
             self._calls.pop().release()
 
@@ -189,7 +194,11 @@ class Watch:
 
     def begin_call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Call | None:
         """Keep what a forward is given; ``None`` where it is not to be watched."""
-        if self._busy or not torch.is_grad_enabled() or is_transformed():
+        if self._busy:
+            return None
+        if self._lines is not None:
+            self._lines.begin_call()
+        if not torch.is_grad_enabled() or is_transformed():
             return None
         with self._lock:
             if self._stepped:  # of several optimizers; the others needed the calls as well
@@ -207,9 +216,11 @@ class Watch:
                 buffers = stateful(model)
             return Call(model, args, kwargs, buffers)
 
-    def end_call(self, call: Call, output: Any) -> None:
+    def end_call(self, call: Call | None, output: Any) -> None:
         """Keep what a replay needs of the outputs."""
-        if self._busy:
+        if self._lines is not None and not self._busy:
+            self._lines.end_call(call, output)
+        if call is None or self._busy:
             return
         with self._lock:
             if id(call.model) not in self._stateful:
@@ -288,9 +299,9 @@ class Watch:
 
     def _look_at(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Whether a gradient or a watched loss is not finite on a rank; whether only a loss is."""
-        found = _non_finite(gradients)
+        found = non_finite(gradients)
         if self._losses and all(t.numel() for call in self._calls for t in call.inputs):
-            bad = _non_finite(self._losses).to(found.device)
+            bad = non_finite(self._losses).to(found.device)
             return ranks.agree(torch.maximum(found, bad), gradients, self._group), bad > found
         return ranks.agree(found, gradients, self._group), False
 
@@ -332,6 +343,7 @@ class Watch:
                 together,
                 bool(only_loss),
                 self._growth,
+                None if self._lines is None else self._lines.tape,
             )
             may_heal = dynamic and not any(call.had_nan() for call in self._calls)
             if self.report is None and before >= (self._patience if may_heal else 0):
@@ -342,6 +354,8 @@ class Watch:
                 self.drifts += self._sampler.sample(self.steps)
         if len(self._stepped) == len(self._optimizers):
             self._drop()
+            if self._lines is not None:
+                self._lines.begin_step()
         return is_bad
 
     def _tell(self) -> None:
@@ -383,14 +397,3 @@ def _depth() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, depth = frame.f_back, depth + 1
     return depth
-
-
-def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    if any([t.requires_grad or t.is_sparse for t in tensors]):  # noqa: C419  # faster
-        tensors = [local(tensor).detach().clone() for tensor in tensors]
-    found = unscale_(tensors, torch.ones((), dtype=torch.float32, device=tensors[0].device))
-    assert found is not None  # asked for by a tensor
-    return found

@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip updates that would write an inf or NaN, so that the run goes on with finite "
         "weights; its output is then another one",
     )
+    parser.add_argument(
+        "--no-lines",
+        action="store_true",
+        help="do not note what is computed outside of the model: a step takes less time, and of a "
+        "fault in the loss or in the preparation of a batch no line is named",
+    )
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="the program, as after 'python'")
     rest = parser.add_argument(
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     def watch() -> None:
         from apex.bench.debugging.program import Program
 
-        programs.append(Program(folder, skip=args.skip))
+        programs.append(Program(folder, skip=args.skip, lines=not args.no_lines))
 
     def end() -> None:  # after all threads and exit functions of the script
         for program in programs:
