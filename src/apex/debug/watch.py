@@ -84,7 +84,8 @@ class Watch:
         self._number = next(_numbers)
         self._step, self._on_fault, self._skip = step, on_fault, skip
         self._patience, self._group, self._every = patience, process_group, every
-        self._warn, self._growth, self._lines = warn or _warn, growth, lines
+        self._warn = warn or (lambda text: warnings.warn(text, stacklevel=_depth()))
+        self._growth, self._lines = growth, lines
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
@@ -218,10 +219,14 @@ class Watch:
 
     def end_call(self, call: Call | None, output: Any) -> None:
         """Keep what a replay needs of the outputs."""
-        if self._lines is not None and not self._busy:
-            self._lines.end_call(call, output)
-        if call is None or self._busy:
+        if self._busy:
             return
+        if call is not None:
+            self._keep(call, output)
+        if self._lines is not None:
+            self._lines.end_call(call, output)
+
+    def _keep(self, call: Call, output: Any) -> None:
         with self._lock:
             if id(call.model) not in self._stateful:
                 self._stateful[id(call.model)] = call.keep_written_buffers()
@@ -385,10 +390,6 @@ def watch_of(optimizer: Any) -> Watch | None:
     """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
     found = _watches.get(id(optimizer))
     return found if found is not None and found._undo else None
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=_depth())
 
 
 def _depth() -> int:
