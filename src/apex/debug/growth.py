@@ -1,7 +1,8 @@
-"""Weights that grew a hundredfold within a few steps: what the largest one was before each step.
+"""Weights that grew a hundredfold within a few steps: their largest norm before each step.
 
 Sampled are at most 8 matrices, spread over those that the optimizers step, the last one with them:
-each takes two norms a step. These stay on their device; they are read only for a report.
+each takes two norms a step, of 2 us on a CPU (the largest magnitude takes 15). These stay on their
+device; they are read only for a report.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from apex.debug.tensors import local
 
 _TENSORS = 8
 _STEPS = 8
-_FACTOR = 100.0  # of the largest weight; healthy ones grow less, unless they begin at 0
+_FACTOR = 100.0  # of the largest norm; healthy ones grow less, unless they begin at 0
 
 
 @dataclass
 class _Row:
-    """Norms of one step: largest magnitudes of weights before it, 2-norms of gradients."""
+    """2-norms of one step: of weights before it, of their gradients in it."""
 
     step: int
     weights: list[torch.Tensor]
@@ -44,7 +45,7 @@ class Growth:
             return
         if len(optimizers) != self._from:
             self._sample(optimizers)
-        self._rows.append(_Row(step, _norms(self._sampled, math.inf), []))
+        self._rows.append(_Row(step, _norms(self._sampled), []))
 
     def _sample(self, optimizers: list[Any]) -> None:
         groups = [group for one in optimizers for group in one.param_groups]
@@ -62,7 +63,7 @@ class Growth:
         gradients = [(i, one.grad) for i, one in enumerate(self._sampled)]
         found = [(i, one) for i, one in gradients if one is not None and _is_plain(local(one))]
         row: list[torch.Tensor | None] = [None] * len(self._sampled)
-        norms = _norms([gradient for _, gradient in found], 2.0)
+        norms = _norms([gradient for _, gradient in found])
         for (place, _), norm in zip(found, norms, strict=True):
             row[place] = norm
         self._rows[-1].gradients = row
@@ -79,19 +80,17 @@ class Growth:
             return ""
         first, smaller = before[-1]
         place = sizes.index(max(sizes))
-        norms = [row.gradients[place] for row, _ in rows[:-1] if row.step >= first.step]
+        since = [row for row, _ in rows[:-1] if row.step >= first.step and row.gradients]
+        norms = [row.gradients[place] for row in since]
         norm = max((float(one) for one in norms if one is not None), default=math.nan)
-        name = names.get(id(self._sampled[place]), "")
-        details = [name, "" if math.isnan(norm) else f"norm of its gradient {norm:.3g}"]
-        shown = "; ".join(filter(None, details))
-        one_step = last.step == first.step + 1
-        which = f"update of step {first.step}" if one_step else (
-            f"updates of steps {first.step} to {last.step - 1}"
-        )  # fmt: skip
+        gradient = "" if math.isnan(norm) else f" (norm of its gradient {norm:.3g})"
+        which = f"updates of steps {first.step} to {last.step - 1}"
+        if last.step == first.step + 1:
+            which = f"update of step {first.step}"
         return (
-            f" The {which} took the largest weight from {max(smaller):.3g} to {max(sizes):.3g} "
-            f"({shown}): clip gradients (torch.nn.utils.clip_grad_norm_) or lower the learning "
-            "rate."
+            f" The {which} took the norm of {names.get(id(self._sampled[place]), 'a weight')} from "
+            f"{smaller[place]:.3g} to {max(sizes):.3g}{gradient}: clip gradients "
+            "(torch.nn.utils.clip_grad_norm_) or lower the learning rate."
         )
 
 
@@ -100,9 +99,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and filled
 
 
-def _norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     dense = [local(one) for one in tensors]
     filled = [one if one.numel() else one.new_zeros(1) for one in dense]
     wide = any(one.dtype is torch.float64 for one in filled)  # torch refuses to narrow them
     dtype = torch.float64 if wide else torch.float32
-    return [*torch._foreach_norm(filled, order, dtype=dtype)] if filled else []
+    return [*torch._foreach_norm(filled, 2.0, dtype=dtype)] if filled else []
