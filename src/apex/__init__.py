@@ -2,22 +2,26 @@
 
 ``import apex`` gives its parts as attributes (``apex.amp``, ``apex.optimizers``), as programs
 written for NVIDIA's Apex expect, and nothing else happens: no Triton, no CUDA context, no output,
-no log handler. Parts other than ``amp`` are imported when they are first asked for. What needs an
-extra (the command line's benchmark) is never imported from here.
+no log handler, no torch. Parts are imported when they are first asked for: ``apex debug`` runs
+scripts that set variables which torch reads when it is imported. What needs an extra (the command
+line's benchmark) is never imported from here.
 
 An independent implementation, not affiliated with NVIDIA.
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from apex import _missing, amp
-from apex._notices import (
-    DeprecatedFeatureWarning,
-    RankInfoFormatter,
-    check_cudnn_version_and_warn,
-    deprecated_warning,
-)
+from apex import _missing
+
+if TYPE_CHECKING:
+    from apex import amp
+    from apex._notices import (
+        DeprecatedFeatureWarning,
+        RankInfoFormatter,
+        check_cudnn_version_and_warn,
+        deprecated_warning,
+    )
 
 __all__ = [
     "DeprecatedFeatureWarning",
@@ -32,6 +36,7 @@ __version__ = "1.0.0.dev0"
 
 _PARTS = (
     "RNN",
+    "amp",
     "contrib",
     "debug",
     "fp16_utils",
@@ -46,14 +51,24 @@ _PARTS = (
 )
 
 
-def __getattr__(name: str) -> ModuleType:
+_NOTICES = (
+    "DeprecatedFeatureWarning",
+    "RankInfoFormatter",
+    "check_cudnn_version_and_warn",
+    "deprecated_warning",
+)
+
+
+def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return importlib.import_module(f"apex.{name}")
+    if name in _NOTICES:
+        return getattr(importlib.import_module("apex._notices"), name)
     raise _missing.attribute_error(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PARTS})
+    return sorted({*globals(), *_PARTS, *_NOTICES})
 
 
 _missing.install()

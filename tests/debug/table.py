@@ -160,8 +160,8 @@ TABLE = {
     where_trap: ("model", "reciprocal", "function", "forward"),
     log_of_zero_in_the_loss: ("loss", "log", None, "forward"),
     bad_row_of_data: ("data", None, None, None),
-    broken_parameter: ("parameter", None, None, None),
-    eps_underflows: ("optimizer", "addcdiv_", None, None),
+    broken_parameter: ("parameter", None, "last", None),
+    eps_underflows: ("optimizer", "addcdiv_", "first", None),
     causal_mask: None,
     scale_that_heals: None,
 }

@@ -10,6 +10,7 @@ from torch import nn
 from apex import debug
 from apex.bench import cli
 from apex.debug import reproduce
+from tests.debug.in_process import main
 
 
 class Root(nn.Module):
@@ -208,7 +209,7 @@ def test_a_file_sends_nothing_to_the_terminal(tmp_path, capsys):
 def command(tmp_path, capsys, text):
     script = tmp_path / "script.py"
     script.write_text("import sys\nimport torch\n" + text, "utf-8")
-    code = cli.main(["debug", "--out", str(tmp_path / "out"), str(script)])
+    code = main(["debug", "--out", str(tmp_path / "out"), str(script)])
     return code, capsys.readouterr()
 
 

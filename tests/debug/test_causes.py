@@ -303,6 +303,14 @@ def custom():
     return steps(model, Normalised(model.parameters(), lr=0.1))
 
 
+def without_eps(optimizer_type):
+    """A layer whose gradient is exactly zero: its update is 0 / 0."""
+    model = block(torch.relu)
+    with torch.no_grad():
+        model.first.bias.fill_(-100.0)
+    return steps(model, optimizer_type(model.parameters(), lr=0.01, eps=0.0))
+
+
 OPTIMIZER = {
     "Adam": lambda: in_half(torch.optim.Adam),
     "AdamW": lambda: in_half(torch.optim.AdamW, weight_decay=0.1),
@@ -311,6 +319,8 @@ OPTIMIZER = {
     "Adagrad": lambda: in_half(torch.optim.Adagrad),
     "O3": amp_without_masters,
     "custom": custom,
+    "Adam, eps=0": lambda: without_eps(torch.optim.Adam),
+    "Adadelta, eps=0": lambda: without_eps(torch.optim.Adadelta),
 }
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -553,6 +563,25 @@ def test_cause(cause, case):
 
     assert report.cause == cause, report.text()
     assert report.sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("case", "module"),
+    [
+        (PARAMETER["NaN"], "last"),
+        (PARAMETER["bias"], "first"),
+        (PARAMETER["masters"], "last"),
+        (PARAMETER["buffer"], "1"),
+        (PARAMETER["between steps"], "first"),
+        (OPTIMIZER["O3"], "first"),
+        (OPTIMIZER["Adam, eps=0"], "first"),
+        (OPTIMIZER["Adadelta, eps=0"], "first"),
+    ],
+)
+def test_the_module_of_a_broken_parameter_is_named(case, module):
+    report = case()
+    assert report.module == module, report.text()
+    assert f"\n  module     {module}\n" in report.text()
 
 
 def test_no_other_batch_is_suspected_of_a_compiled_model():

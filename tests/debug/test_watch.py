@@ -487,6 +487,27 @@ def test_skips_are_reported_only_if_they_do_not_help(level):
     assert training.watch.fault is None
 
 
+def test_the_scale_is_that_of_the_loss_that_overflowed():
+    """And the line is one of the program, not of amp's cast of the output."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"opt_level": "O2", "verbosity": 0, "num_losses": 2}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    scales = []
+    with debug.watch(model, optimizer, on_fault="keep", patience=0) as watch:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for loss_id, factor in enumerate((1.0, 1e9)):
+                loss = model(torch.ones(4, 8)).float().mean() * factor
+                with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            report = watch.explain()
+            scales.append(report.scale)
+    assert scales == [2.0**16, 2.0**15]  # the first loss has 65536 in both steps
+    assert "apex/amp" not in report.text()
+
+
 def dead_training(**options):
     """Steps of amp that are all skipped, until it raises."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

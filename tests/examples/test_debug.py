@@ -6,7 +6,7 @@ import re
 import pytest
 
 from apex import amp
-from apex.bench.cli import main
+from tests.debug.in_process import main
 from tests.examples.imported import EXAMPLES, program
 
 FOLDER = EXAMPLES / "debug"
@@ -24,10 +24,12 @@ def debug(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     out = tmp_path / "apex-debug"
 
-    def run(name, *words):
+    def run(*words):
+        *options, name = [word for word in words if word != "--fixed"]
+        script = [f"examples/debug/{name}.py", *["--fixed"] * ("--fixed" in words)]
         amp.reset()
         try:
-            code = main(["debug", "--out", str(out), f"examples/debug/{name}.py", *words])
+            code = main(["debug", "--out", str(out), *options, *script])
         finally:
             amp.reset()
         said = capsys.readouterr()
@@ -54,7 +56,7 @@ def shape_of(sentence):
 
 @pytest.mark.parametrize("story", STORIES)
 def test_a_story_is_explained_as_its_readme_says(debug, story):
-    found, said, out = debug(story)
+    found, said, out = debug("--skip", story)
     report = json.loads((out / "report.json").read_text())
     assert (report["cause"], report["step"]) == (STORIES[story][0], STORIES[story][2])
     sentence = quoted()[list(STORIES).index(story)]

@@ -69,9 +69,10 @@ COMMANDS = {
         "time each operation against those of other packages", ("numpy", "rich", "scipy"),
     ),
     "debug": Command(
-        "apex.debug.command", "which operation of a training script made the first NaN, and why"
+        "apex.bench.debugging.command",
+        "which operation of a training script made the first NaN, and why"
     ),
-    "debug repro": Command("apex.debug.repro_command", "a saved report, shown again"),
+    "debug repro": Command("apex.bench.debugging.repro_command", "a saved report, shown again"),
     "selftest": Command(
         "apex.bench.selftest.command", "check that this installation computes correct numbers"
     ),

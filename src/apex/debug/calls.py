@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from apex.debug.tensors import is_bad, local, plain
 
@@ -83,7 +84,7 @@ def is_transformed() -> bool:
     return transformed or torch._C._get_tracing_state() is not None
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written."""
     return -1 if tensor.is_inference() else tensor._version
 
@@ -104,7 +105,7 @@ class Call:
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.inputs = tensors_in((args, kwargs) if kwargs else args)
-        self._versions = [_version(tensor) for tensor in self.inputs]
+        self._versions = [version_of(tensor) for tensor in self.inputs]
         on_gpu = any(tensor.is_cuda for tensor in self.inputs)
         self.random = _random_states(on_gpu)
         cache = torch.is_autocast_cache_enabled()
@@ -113,15 +114,16 @@ class Call:
             for kind in _ON_DEVICES[: 1 + on_gpu]
         ]
         self.training = model.training
-        self.buffers = [(one, one.detach().clone(), _version(one)) for one in buffers]
+        self.buffers = [(one, one.detach().clone(), version_of(one)) for one in buffers]
         self.passes: dict[int, dict[int, torch.Tensor]] = {}
         self.sums: list[torch.Tensor] = []
         self.gave: list[StorageWeakRef | None] = []
         self.age = 0
+        self._on_leaves: list[RemovableHandle] = []
 
     def keep_written_buffers(self) -> list[torch.Tensor]:
         """Forget the copies of buffers that this forward did not write; return the others."""
-        self.buffers = [entry for entry in self.buffers if _version(entry[0]) != entry[2]]
+        self.buffers = [entry for entry in self.buffers if version_of(entry[0]) != entry[2]]
         return [buffer for buffer, _, _ in self.buffers]
 
     def watch_outputs(self, output: Any) -> None:
@@ -131,7 +133,16 @@ class Call:
             self.sums += _sums(tensor)
             self.gave.append(_memory(tensor))
             if tensor.requires_grad:
-                tensor.register_hook(partial(_keep_gradient, me, place))  # type: ignore[no-untyped-call]
+                hook = partial(_keep_gradient, me, place)
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
+                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:  # a parameter, which lives longer than the step
+                    self._on_leaves.append(handle)
+
+    def release(self) -> None:
+        """Take the hooks off that would outlive the call."""
+        while self._on_leaves:
+            self._on_leaves.pop().remove()
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that have reached the outputs."""
@@ -153,7 +164,7 @@ class Call:
     def why_not(self) -> str:
         """Why the call cannot be run again; empty if it can."""
         for place, (tensor, before) in enumerate(zip(self.inputs, self._versions, strict=True)):
-            if _version(tensor) != before:
+            if version_of(tensor) != before:
                 return f"not replayable: input {place} was written to after the forward"
         return ""
 
@@ -234,7 +245,7 @@ class Replay:
         outcome = Outcome()
         made: dict[int, torch.Tensor] = {}  # by the memory of what the call gave at first
         for call in self.calls:
-            with _as_it_was(call):
+            with as_it_was(call):
                 args, kwargs = tree_map(lambda one: _leaf(one, made), (call.args, call.kwargs))
                 outputs = tensors_in(call.model(*args, **kwargs))
             if call in self.judged:
@@ -250,13 +261,13 @@ class Replay:
                     for place, gradient in passed.items()
                     if place < len(outputs) and outputs[place].requires_grad
                 ]
-                self._backward(outcome, pairs, given, keep=passed is not passes[-1])
+                self.backward(outcome, pairs, given, keep=passed is not passes[-1])
         return outcome
 
     def run_step(self, factor: float = 1.0) -> Outcome:
         """Run the program's own function, with the loss."""
         assert self.step is not None
-        with _as_it_was(self.calls[0], autocast=False) if self.calls else nullcontext():
+        with as_it_was(self.calls[0], autocast=False) if self.calls else nullcontext():
             loss = self.step()
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise StepError(
@@ -266,10 +277,10 @@ class Replay:
             outcome = Outcome(loss=loss)
             if loss.requires_grad:
                 pair = (loss * self.scale * factor, torch.ones_like(loss))
-                self._backward(outcome, [pair], [], keep=False)
+                self.backward(outcome, [pair], [], keep=False)
         return outcome
 
-    def _backward(
+    def backward(
         self,
         outcome: Outcome,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
@@ -277,6 +288,7 @@ class Replay:
         *,
         keep: bool,
     ) -> None:
+        """Add the gradients of pairs of an output and its gradient to the outcome."""
         if not pairs or not self._named:
             return
         outputs, seeds = zip(*pairs, strict=True)
@@ -294,7 +306,7 @@ class Replay:
 
 
 @contextmanager
-def _as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
+def as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
     """Random numbers, buffers, mode and autocast of the call; the modes afterwards as before."""
     modes = [(module, module.training) for module in call.model.modules()]
     _set_random_states(call.random)

@@ -13,7 +13,6 @@ is asked of all (``Together.any``) before it decides what is done next.
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,14 +21,19 @@ from typing import Any
 import torch
 
 from apex.debug.calls import Call, Outcome, Replay, StepError, unchanged
+from apex.debug.growth import Growth
+from apex.debug.lines import Tape
 from apex.debug.ranks import Together
 from apex.debug.report import Report
-from apex.debug.tensors import describe, is_bad, named_in, params_of, plain
+from apex.debug.sentences import HINT, OUTSIDE, rows_of
+from apex.debug.tensors import describe, is_bad, named_in, names_of_stepped, params_of, plain
 from apex.debug.tracing import Origin, Trace
+from apex.debug.undisturbed import undisturbed
 from apex.debug.update import update_again
 from apex.debug.widening import Wide
 
 _HALVES = ("float16", "bfloat16")
+_OF_LARGE_WEIGHTS = ("loss", "model", "optimizer", "parameter", "range", "scale")
 _HALVINGS = 24
 _Loss = Callable[[], torch.Tensor]
 
@@ -46,15 +50,18 @@ class Fault:
     scale: float
     together: Together
     bad_loss: bool
+    growth: Growth | None = None
+    tape: Tape | None = None
 
 
 def explain(fault: Fault, step: _Loss | None) -> Report:
     """Say why a step was not finite; see the module's text."""
     everyone = fault.together.are_here()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with undisturbed():
         report = _Explanation(fault, step).report(everyone)
     report.rank = fault.together.rank
+    if fault.growth is not None and report.cause in _OF_LARGE_WEIGHTS:
+        report.sentence += fault.growth.sentence(names_of_stepped(fault.models, fault.optimizers))
     if not everyone:
         report.notes.append(
             "not all ranks called explain() within 60 seconds, so only this one was looked at"
@@ -85,7 +92,11 @@ class _Explanation:
         self._replay = Replay(fault.calls, self._named, fault.scale, step)
         self._any = fault.together.any
         self._notes: list[str] = []
-        self._hint = "" if step else " (apex.debug.watch(..., step=lambda: loss) names the line)"
+        self._hint = "" if step else HINT
+        usable = fault.tape is not None and fault.calls and not fault.together.needs_others
+        self._tape = fault.tape if usable else None
+        if self._tape is not None and not self._tape.can_run(fault.calls[-1]):
+            self._tape = None
 
     # -- the report ----------------------------------------------------------------------------
 
@@ -124,6 +135,8 @@ class _Explanation:
             if origin.kind in ("operation", "mask", "memory"):
                 report.operation, report.module = origin.name, origin.module
                 report.direction, report.call = origin.direction, origin.call
+            elif origin.kind in ("parameter", "buffer"):
+                report.module = origin.name.rpartition(".")[0]
         return report
 
     # -- replays -------------------------------------------------------------------------------
@@ -144,6 +157,8 @@ class _Explanation:
             for passed in call.passes.values():
                 known += [(g, ("gradient", f"output {i} of {of}")) for i, g in passed.items()]
         trace = Trace(paths, known, fill)
+        if self._tape is not None:
+            self._tape.trace = trace
         with torch.compiler.set_stance("force_eager"), trace.running():
             outcome = run()
         return outcome, self._origin(trace, outcome)
@@ -184,9 +199,18 @@ class _Explanation:
                 run, outcome, origin, is_shown = self._replay.run_step, again, inside, True
             elif is_shown:
                 self._notes.append("step() did not show the fault: is it the batch of this step?")
+        prepared = None
+        if self._tape is not None and (not is_shown or after or _is_input(origin)):
+            again, inside = self._try_tape()
+            if inside is not None and _is_input(origin):
+                prepared = inside if 0 < inside.index <= self._tape.prepared else None
+            elif inside is not None:
+                run, outcome, origin, is_shown = self._run_tape, again, inside, True
         if not is_shown:
             return self._not_shown(run, was_bad)
         report = self._classify(run, outcome, origin)
+        if prepared is not None:
+            self._name_line_of_input(report, prepared)
         report.parameters = list(outcome.bad_gradients())
         buffers = named_in(self._models, "named_buffers")
         bad = [name for name, one in buffers if is_bad(one) and bool(one.isnan().any())]
@@ -195,6 +219,22 @@ class _Explanation:
                 f"the forward has also written NaN into the buffer {bad[0]}, which stays there"
             )
         return report
+
+    def _run_tape(self, factor: float = 1.0) -> Outcome:
+        """Run again what the program computed before, between and after the forwards."""
+        assert self._tape is not None
+        return self._tape.run(self._replay, factor)
+
+    def _try_tape(self) -> tuple[Outcome, Origin | None]:
+        try:
+            return self._trace(self._run_tape)
+        except Exception:  # noqa: BLE001  # the program's own code; the report says what is known
+            return Outcome(), None
+
+    def _name_line_of_input(self, report: Report, origin: Origin) -> None:
+        """Say which line before the forward made an input not finite."""
+        report.sentence = report.sentence.removesuffix(".") + f": {origin.place()} made it so."
+        report.line, report.operation, report.call = origin.line, origin.name, origin.call
 
     def _not_shown(self, run: Callable[[], Outcome], in_forward: bool) -> Report:
         if self._any(self._fault.bad_loss):
@@ -267,18 +307,17 @@ class _Explanation:
             end = beyond if largest > limit else ""
             sentence = f"{gave} in {dtype}, and finite values in float32{end}."
             return self._make("range", sentence, origin)
-        in_loss = origin.module is None and run == self._replay.run_step
+        in_loss = origin.module is None and run in (self._replay.run_step, self._run_tape)
         where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
         same = " in float32 as well" if dtype in _HALVES else ""
         return self._make(cause, f"{where}{gave}{same}.", origin)
 
     def _outside(self, origin: Origin) -> Report:
         """What came from outside of the replayed operations."""
-        cause, sentence = _OUTSIDE[origin.kind]
-        rows = ", ".join(map(str, origin.values.get("rows", [])))
-        shown = f" (row{'s' if ',' in rows else ''} {rows})" if rows else ""
+        cause, sentence = OUTSIDE[origin.kind]
         words = {"name": origin.name, "counts": origin.counts(), "place": origin.place()}
-        return self._make(cause, sentence.format(rows=shown, **words), origin)
+        words["rows"] = rows_of(origin.values)
+        return self._make(cause, sentence.format(**words), origin)
 
     def _after_output(self, origin: Origin) -> Report:
         """The output was finite and its gradient was not."""
@@ -342,7 +381,7 @@ class _Explanation:
             f"{origin.values['dtype']}.",
             origin,
         )
-        report.module = report.direction = None
+        report.module, report.direction = name.rpartition(".")[0], None
         eps = group.get("eps")
         if (
             isinstance(eps, float)
@@ -352,18 +391,8 @@ class _Explanation:
         return report
 
 
-_OUTSIDE = {  # kind of origin -> cause and sentence
-    "input": ("data", "{name} was not finite: {counts}{rows}."),
-    "parameter": ("parameter", "The parameter {name} was not finite: it has {counts}."),
-    "buffer": ("parameter", "The buffer {name} was not finite: it has {counts}."),
-    "memory": (
-        "uninitialised",
-        "{place} gave memory that nothing had written before it was read; or a kernel wrote it "
-        "that torch does not see.",
-    ),
-    "collective": ("rank", "{name} brought {counts} from another rank."),
-    "tensor": ("loss", "{counts} came from a tensor that existed before the step (targets?)."),
-}
+def _is_input(origin: Origin | None) -> bool:
+    return origin is not None and origin.kind == "input"
 
 
 def _order(origin: Origin) -> tuple[bool, int]:

@@ -35,7 +35,8 @@ class Report:
         cause: A key of :data:`CAUSES`.
         sentence: What happened, in one sentence.
         operation: torch's operation that made the first bad value, or ``None``.
-        module: Path of the module that it belongs to; ``None`` outside of the model.
+        module: Path of the module that it belongs to, or that has the broken parameter; ``None``
+            outside of the model.
         direction: ``"forward"`` or ``"backward"``, or ``None``.
         line: The source line of the forward that it belongs to.
         step: Number of the step, from 1 on.

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from apex.debug.tensors import describe, is_bad, tensors_of
 from apex.debug.tracing import written_by
+from apex.debug.undisturbed import undisturbed
 
 FORMAT = "apex.debug 1"
 LIMIT = 10_000_000  # bytes of inputs
@@ -46,7 +47,8 @@ def printable(text: object) -> str:
 def save(path: Path, call: tuple[Any, Any, Any], report: dict[str, Any]) -> Path:
     """Write ``(operation, args, kwargs)`` and the report's fields; see the module's text."""
     operation, args, kwargs = call
-    args, kwargs = _crop(operation, *tree_map(_on_cpu, (list(args), dict(kwargs))))
+    with undisturbed():  # a replay of an operation with random numbers draws some
+        args, kwargs = _crop(operation, *tree_map(_on_cpu, (list(args), dict(kwargs))))
     size = sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
     if size > LIMIT:
         raise ValueError(

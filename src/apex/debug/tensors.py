@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from apex.ops.lists.unscale import unscale_
+
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -34,11 +36,22 @@ def is_bad(tensor: torch.Tensor) -> bool:
     return not bool(torch.isfinite(tensor).all())
 
 
+def non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    if any([t.requires_grad or t.is_sparse for t in tensors]):  # noqa: C419  # faster
+        tensors = [local(tensor).detach().clone() for tensor in tensors]
+    found = unscale_(tensors, torch.ones((), dtype=torch.float32, device=tensors[0].device))
+    assert found is not None  # asked for by a tensor
+    return found
+
+
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
     """Numbers about a tensor: shape, dtype, how many elements are not finite, which is the first.
 
     ``largest`` is the largest finite magnitude, ``rows`` the first indices in dimension 0 with an
-    element that is not finite (at most 10).
+    element that is not finite (at most 10), ``bad_rows`` how many there are.
     """
     tensor = local(tensor.detach())
     finite = torch.isfinite(tensor)
@@ -54,7 +67,8 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     if found["nan"] or found["inf"]:
         places = (~finite).nonzero()
         found["first"] = places[0].tolist()
-        found["rows"] = sorted(set(places[:, 0].tolist()))[:10] if tensor.dim() else []
+        rows = sorted(set(places[:, 0].tolist())) if tensor.dim() else []
+        found["rows"], found["bad_rows"] = rows[:10], len(rows)
     return found
 
 
@@ -83,3 +97,12 @@ def named_in(models: list[torch.nn.Module], method: str) -> list[tuple[str, Any]
         front = front if len(models) > 1 else ""
         found += [((front + name).rstrip("."), one) for name, one in getattr(model, method)()]
     return found
+
+
+def names_of_stepped(models: list[torch.nn.Module], optimizers: list[Any]) -> dict[int, str]:
+    """The names of what optimizers step, by ``id``: of a master that of its parameter."""
+    names = {id(one): name for name, one in named_in(models, "named_parameters")}
+    for managed in [one._amp_stash for one in optimizers if hasattr(one, "_amp_stash")]:
+        for target, stepped in zip(managed.params.targets, managed.params.stepped, strict=True):
+            names[id(stepped)] = names.get(id(target), "")
+    return names

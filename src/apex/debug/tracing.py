@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from apex.debug.tensors import HALVES, describe, is_bad, local, tensors_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
+_APEX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
 
 
@@ -150,6 +152,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         self._alive: dict[int, StorageWeakRef] = {}  # so that no other memory has a key of these
         self._modules: list[str | None] = [None]
         self._forward: dict[int, tuple[str | None, str]] = {}  # by autograd's sequence numbers
+        self.at = ""  # the line of what runs, where the program's frames are not on the stack
 
     @contextmanager
     def running(self) -> Iterator[Trace]:
@@ -234,7 +237,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         if self._is_backward(node):
             here = self._forward.get(node._sequence_nr(), (None, ""))
         else:
-            here = (self._modules[-1], _line())
+            here = (self._modules[-1], self.at or _line())
         # The newest node: of this operation, or of the autograd function that it is called in. What
         # follows and has no node, as a mask of dropout, must not take its place.
         self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, here)
@@ -327,16 +330,17 @@ def _line() -> str:
         file = frame.f_code.co_filename
         if file.startswith(_OWN):
             break  # what called the replay
-        if not file.startswith((_TORCH, "<frozen")) and "torch/_" not in file:
-            return _show(frame)
+        if not file.startswith((_TORCH, _APEX, "<frozen")) and "torch/_" not in file:
+            return show_line(frame.f_code, frame.f_lineno)
         if layer is None and f"torch{os.sep}nn" in file and "module.py" not in file:
             layer = frame
         frame = frame.f_back
-    return "" if layer is None else _show(layer)
+    return "" if layer is None else show_line(layer.f_code, layer.f_lineno)
 
 
-def _show(frame: Any) -> str:
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    code = linecache.getline(file, number).strip()
+def show_line(code: CodeType, number: int) -> str:
+    """A line of a program, as reports show it."""
+    file = code.co_filename
+    text = linecache.getline(file, number).strip()
     shown = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
-    return f"{shown}:{number} in {frame.f_code.co_name}" + (f": {code}" if code else "")
+    return f"{shown}:{number} in {code.co_name}" + (f": {text}" if text else "")

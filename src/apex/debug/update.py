@@ -42,8 +42,11 @@ def update_again(
     moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == like.shape]
     blocks = [v for key, v in state.items() if str(key).endswith("_absmax")]  # of moments in 8 bits
     if any(map(is_bad, [*moments, *blocks])):
-        return None
-    like.grad = torch.ones_like(like) if not moments else moments[0].to(like.dtype)
+        # Gradients were finite, so an update broke them (Adadelta's: 0 / 0). As if it were the
+        # first, with gradients of zero, where such an update breaks.
+        state, like.grad = {}, torch.zeros_like(like)
+    else:
+        like.grad = torch.ones_like(like) if not moments else moments[0].to(like.dtype)
     try:
         other = copy.copy(optimizer)  # without hooks
         for name, value in vars(optimizer).items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import types
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -22,12 +22,14 @@ import torch
 
 import apex
 from apex.debug import ranks
+from apex.debug.attaching import put_on_model, put_on_scaler, unwrapped
 from apex.debug.calls import Call, is_transformed, stateful
 from apex.debug.drift import Drift, Sampler
 from apex.debug.explain import Fault, explain
+from apex.debug.growth import Growth
+from apex.debug.lines import Lines
 from apex.debug.report import Report
-from apex.debug.tensors import local, plain
-from apex.ops.lists.unscale import unscale_
+from apex.debug.tensors import local, non_finite, plain
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
@@ -71,6 +73,9 @@ class Watch:
         patience: int = 16,
         process_group: Any = None,
         every: int = 0,
+        warn: Callable[[str], None] | None = None,
+        growth: Growth | None = None,
+        lines: Lines | None = None,
     ) -> None:
         self.report: Report | None = None
         self.fault: Fault | None = None
@@ -79,18 +84,20 @@ class Watch:
         self._number = next(_numbers)
         self._step, self._on_fault, self._skip = step, on_fault, skip
         self._patience, self._group, self._every = patience, process_group, every
+        self._warn = warn or (lambda text: warnings.warn(text, stacklevel=_depth()))
+        self._growth, self._lines = growth, lines
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
         self._sampler = Sampler(self._models)
-        self._open: dict[int, Call] = {}  # forwards that run, by model
-        self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
+        self._calls: deque[Call] = deque()
         self._stateful: dict[int, list[torch.Tensor]] = {}  # buffers that a forward writes
         self._losses: list[torch.Tensor] = []
         self._since = 0
         self._in_a_row: dict[int, int] = {}  # steps with a fault, by optimizer
         self._stepped: set[int] = set()  # optimizers, since the last forward
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients of a skipped step
-        self._busy = self._warned = False
+        self._busy = self._warned = self._stopped = False
+        self._lock = threading.RLock()  # for programs that train in several threads
         self._undo: list[Callable[[], None]] = []
         for model in models:
             self.attach(model)
@@ -130,10 +137,12 @@ class Watch:
                 "an inf or NaN in its gradients. Look at watch.fault first."
             )
         self._busy = True
+        if self._lines is not None:
+            self._lines.off()
         try:
             report = explain(self.fault, step or self._step)
         finally:
-            self._busy = False
+            self._busy = self._stopped
         self.report = self.report or report
         return report
 
@@ -153,11 +162,20 @@ class Watch:
         copies = sum(value.nbytes for call in self._calls for _, value, _ in call.buffers)
         return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
 
+    def stop(self) -> None:
+        """Look at no further step; hooks stay until :meth:`close`, which a hook cannot call."""
+        self._stopped, self._busy, self.fault = True, True, None
+        if self._lines is not None:
+            self._lines.stop()
+        while self._calls:
+            self._calls.pop().release()
+
     def close(self) -> None:
         """Take all hooks off. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
-        self._calls.clear()
+        while self._calls:
+            self._calls.pop().release()
         self._losses.clear()
         self.fault = None
 
@@ -169,53 +187,53 @@ class Watch:
 
     # -- forwards ------------------------------------------------------------------------------
 
-    def attach(self, model: torch.nn.Module, first: Any = None) -> None:
-        """Watch a model too; ``first`` are the inputs of a forward that has begun already."""
-        model = _inner(model)
+    def attach(self, model: torch.nn.Module) -> None:
+        """Watch the forwards of a model too."""
+        model = unwrapped(model)
         self._models.append(plain(model))
-        if first is not None:
-            self._before(model, *first)
-        compiled = getattr(model, "_compiled_call_impl", None)
-        if compiled is not None:  # model.compile(): hooks would be compiled too
+        self._undo.append(put_on_model(model, self.begin_call, self.end_call))
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self._before(model, args, kwargs)
-                output = compiled(*args, **kwargs)
-                self._after(model, args, kwargs, output)
-                return output
+    def begin_call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Call | None:
+        """Keep what a forward is given; ``None`` where it is not to be watched."""
+        if self._busy:
+            return None
+        if self._lines is not None:
+            self._lines.begin_call()
+        if not torch.is_grad_enabled() or is_transformed():
+            return None
+        with self._lock:
+            if self._stepped:  # of several optimizers; the others needed the calls as well
+                self._drop()
+            if len(self._calls) == _MOST_CALLS and not self._warned:
+                self._warned = True
+                self._warn(
+                    f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. "
+                    "If a GradScaler steps it, pass watch(..., scaler=scaler)."
+                )
+            if self._growth is not None:
+                self._growth.begin(self.steps + 1, self._optimizers)
+            buffers = self._stateful.get(id(model))
+            if buffers is None:  # the first forward: each may be written
+                buffers = stateful(model)
+            return Call(model, args, kwargs, buffers)
 
-            model._compiled_call_impl = call
-            self._undo.append(lambda: setattr(model, "_compiled_call_impl", compiled))
+    def end_call(self, call: Call | None, output: Any) -> None:
+        """Keep what a replay needs of the outputs."""
+        if self._busy:
             return
-        before = model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        after = model.register_forward_hook(self._after, with_kwargs=True)
-        self._undo += [before.remove, after.remove]
+        if call is not None:
+            self._keep(call, output)
+        if self._lines is not None:
+            self._lines.end_call(call, output)
 
-    def _before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self._busy or not torch.is_grad_enabled() or is_transformed():
-            return
-        if self._stepped:  # of several optimizers; the others needed the calls as well
-            self._drop()
-        if len(self._calls) == _MOST_CALLS and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. If a "
-                "GradScaler steps it, pass watch(..., scaler=scaler).",
-                stacklevel=_depth(),
-            )
-        buffers = self._stateful.get(id(model))
-        if buffers is None:  # the first forward: each may be written
-            buffers = stateful(model)
-        self._open[id(model)] = Call(model, args, kwargs, buffers)
-
-    def _after(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self._open.pop(id(model), None)
-        if call is None or self._busy:
-            return
-        if id(model) not in self._stateful:
-            self._stateful[id(model)] = call.keep_written_buffers()
-        call.watch_outputs(output)
-        self._calls.append(call)
+    def _keep(self, call: Call, output: Any) -> None:
+        with self._lock:
+            if id(call.model) not in self._stateful:
+                self._stateful[id(call.model)] = call.keep_written_buffers()
+            call.watch_outputs(output)
+            if len(self._calls) == _MOST_CALLS:
+                self._calls.popleft().release()
+            self._calls.append(call)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -246,15 +264,14 @@ class Watch:
             try:
                 result = inner(optimizer, *args, **kwargs)
             finally:
-                self._busy = False
+                self._busy = self._stopped
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             if found:
                 flags = [flag.to("cpu") for flag in found.values()]
                 self.stepped(optimizer, torch.stack(flags).amax(), scaler.get_scale())
             return result
 
-        scaler.step = types.MethodType(step, scaler)
-        self._undo.append(lambda: vars(scaler).pop("step", None))
+        self._undo.append(put_on_scaler(scaler, step))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy:
@@ -287,9 +304,9 @@ class Watch:
 
     def _look_at(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Whether a gradient or a watched loss is not finite on a rank; whether only a loss is."""
-        found = _non_finite(gradients)
+        found = non_finite(gradients)
         if self._losses and all(t.numel() for call in self._calls for t in call.inputs):
-            bad = _non_finite(self._losses).to(found.device)
+            bad = non_finite(self._losses).to(found.device)
             return ranks.agree(torch.maximum(found, bad), gradients, self._group), bad > found
         return ranks.agree(found, gradients, self._group), False
 
@@ -304,8 +321,16 @@ class Watch:
 
         ``only_loss`` is ``None`` where amp or a scaler has decided whether to skip the step.
         """
-        dynamic, is_bad = only_loss is None, bool(found)
+        if self._stopped:
+            return bool(found)
+        with self._lock:
+            return self._end_step(optimizer, bool(found), scale, only_loss)
+
+    def _end_step(self, optimizer: Any, is_bad: bool, scale: float, only_loss: Any) -> bool:
+        dynamic = only_loss is None
         self.steps += 1
+        if self._growth is not None:
+            self._growth.end()
         self._stepped.add(id(optimizer))
         self._losses.clear()
         before = self._in_a_row.pop(id(optimizer), 0)
@@ -322,6 +347,8 @@ class Watch:
                 scale,
                 together,
                 bool(only_loss),
+                self._growth,
+                None if self._lines is None else self._lines.tape,
             )
             may_heal = dynamic and not any(call.had_nan() for call in self._calls)
             if self.report is None and before >= (self._patience if may_heal else 0):
@@ -332,6 +359,8 @@ class Watch:
                 self.drifts += self._sampler.sample(self.steps)
         if len(self._stepped) == len(self._optimizers):
             self._drop()
+            if self._lines is not None:
+                self._lines.begin_step()
         return is_bad
 
     def _tell(self) -> None:
@@ -353,6 +382,8 @@ class Watch:
             call.age += 1
             if not call.passes and call.age < 3:
                 self._calls.append(call)
+            else:
+                call.release()
 
 
 def watch_of(optimizer: Any) -> Watch | None:
@@ -367,24 +398,3 @@ def _depth() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, depth = frame.f_back, depth + 1
     return depth
-
-
-def _inner(model: Any) -> Any:
-    """The module inside of a data-parallel wrapper, whose replay needs no other rank."""
-    while "DataParallel" in type(model).__name__ and isinstance(
-        getattr(model, "module", None), torch.nn.Module
-    ):
-        model = model.module
-    return model
-
-
-def _non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
-    if not tensors:
-        return torch.zeros((), device="cpu", dtype=torch.float32)
-    if any([t.requires_grad or t.is_sparse for t in tensors]):  # noqa: C419  # faster
-        tensors = [local(tensor).detach().clone() for tensor in tensors]
-    one = torch.ones((), device=tensors[0].device, dtype=torch.float32)
-    found = unscale_(tensors, one)
-    assert found is not None  # asked for by a tensor
-    return found

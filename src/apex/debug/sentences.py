@@ -1,0 +1,32 @@
+"""What the sentences of reports are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HINT = (
+    " (apex.debug.watch(model, optimizer, step=lambda: loss_function(model(x), y)) names the line)"
+)
+OUTSIDE = {  # kind of origin -> cause and sentence
+    "input": ("data", "{name} was not finite: {counts}{rows}."),
+    "parameter": ("parameter", "The parameter {name} was not finite: it has {counts}."),
+    "buffer": ("parameter", "The buffer {name} was not finite: it has {counts}."),
+    "memory": (
+        "uninitialised",
+        "{place} gave memory that nothing had written before it was read; or a kernel wrote it "
+        "that torch does not see.",
+    ),
+    "collective": ("rank", "{name} brought {counts} from another rank."),
+    "tensor": ("loss", "{counts} came from a tensor that existed before the step (targets?)."),
+}
+
+
+def rows_of(values: dict[str, Any]) -> str:
+    """The rows that are not finite, for a sentence."""
+    rows, count = values.get("rows", []), values.get("bad_rows", 0)
+    if not rows:
+        return ""
+    if count == values["shape"][0] > 1:
+        return f" (all {count} rows)"
+    more = f" and {count - len(rows)} more" if count > len(rows) else ""
+    return f" (row{'s' if count > 1 else ''} {', '.join(map(str, rows))}{more})"

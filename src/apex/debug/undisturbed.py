@@ -1,0 +1,82 @@
+"""What a program must not notice of a replay: printed lines, warnings and random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Swallow lines on stdout and warnings; give the states of random numbers back at the end."""
+    restore = _random_states()
+    try:
+        with _quiet(sys.stdout), _no_warnings():
+            yield
+    finally:
+        restore()
+
+
+def _random_states() -> Callable[[], None]:
+    """Keep the states of Python, NumPy and torch on all devices; return what gives them back."""
+    python, cpu = random.getstate(), torch.get_rng_state()
+    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if is_on_gpu else []
+    numpy: Any = sys.modules.get("numpy")  # only if the program has imported it
+    legacy = numpy.random.get_state() if numpy is not None else None
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        if legacy is not None:
+            numpy.random.set_state(legacy)
+
+    return restore
+
+
+@contextmanager
+def _quiet(stream: Any) -> Iterator[None]:
+    """Swallow what the replay writes to a stream, also through a reference to it (a log handler).
+
+    Other threads of the program write on. One that Python did not start is autograd's.
+    """
+    dummy = threading._DummyThread
+    others = {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
+    others.discard(threading.get_ident())
+    try:
+        write = stream.write
+
+        def filtered(text: str) -> Any:
+            return write(text) if threading.get_ident() in others else len(text)
+
+        stream.write = filtered
+    except AttributeError:  # None without a console, or an object that takes no attributes
+        yield
+        return
+    try:
+        yield
+    finally:
+        del stream.write
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Ignore all warnings.
+
+    Not ``warnings.catch_warnings``: at its end each warning that was shown once is shown again.
+    """
+    ignore: Any = ("ignore", None, Warning, None, 0)
+    warnings.filters.insert(0, ignore)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        warnings.filters.remove(ignore)  # type: ignore[attr-defined]

@@ -1,0 +1,23 @@
+"""Runs `apex debug` in this process, which does not end with it."""
+
+import sys
+
+import pytest
+
+from apex.bench import cli
+from apex.bench.debugging import command
+
+
+def main(arguments):
+    """What `apex.bench.cli.main` does, and what follows when a process ends; the exit code."""
+    ends = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "at_exit", ends.append)
+        patch.setattr(sys, "argv", sys.argv)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        try:
+            return cli.main(arguments)
+        finally:
+            for end in ends:
+                end()

@@ -1,0 +1,255 @@
+"""Lines of the loss and of the preparation of a batch, named without a change of the script."""
+
+import json
+import linecache
+import pathlib
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from apex import debug
+from apex.debug.calls import Replay
+from apex.debug.lines import Lines
+from tests.debug.in_process import main
+
+HEAD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+opt = torch.optim.SGD(net.parameters(), 0.01)
+def batch(i):
+    x = torch.randn(16, 8)
+    if i == 2:
+        x[:, 3] = 1.0
+    return x
+for i in range(4):
+"""
+LOOP = (
+    HEAD
+    + """
+    x = batch(i)
+    opt.zero_grad()
+    out = net(x)
+    if i == 2: out = out * 0
+    LOSS
+    loss.backward()
+    opt.step()
+"""
+)
+PREPARED = (
+    HEAD
+    + """
+    x = batch(i)
+    LINES
+    loss = net(x).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+)
+AMP = """
+from apex import amp
+net, opt = amp.initialize(net, opt, opt_level="O2", verbosity=0, loss_scale=4.0)
+for i in range(4):
+    opt.zero_grad()
+    loss = net(batch(i)).float() * (i != 2)
+    loss = torch.log(loss.abs()).mean()
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    opt.step()
+"""
+LOADED = """
+from torch.utils.data import DataLoader, TensorDataset
+rows = torch.cat([batch(i) for i in range(4)])
+for i, (x,) in enumerate(DataLoader(TensorDataset(rows), 16)):
+    z = (x - x.mean(0)) / x.std(0)
+    loss = net(z).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+SCRIPTS = {  # script -> cause, line, operation
+    "logarithm": (LOOP.replace("LOSS", "loss = torch.log(out).mean()"), "loss", "torch.log", "log"),
+    "backward": (LOOP.replace("LOSS", "loss = out.norm() + out.square().sum().sqrt()"),
+                 "loss", "sqrt()", "div"),
+    "a function of torch": (
+        LOOP.replace("LOSS", "loss = F.poisson_nll_loss(out.abs(), x[:, :4], False, eps=0)"),
+        "loss", "F.poisson_nll_loss", "log"),
+    "a module without parameters": (
+        LOOP.replace("LOSS", "loss = nn.GaussianNLLLoss(eps=1e-45)(x[:, :4], x[:, :4], out ** 2)"),
+        "loss", "GaussianNLLLoss", None),
+    "written in place": (
+        LOOP.replace("LOSS", "out += 1; out -= 1; out.log_(); loss = out.mean()"),
+        "loss", "out.log_()", "log_"),
+    "amp": (HEAD.replace("for i in range(4):", AMP), "loss", "torch.log(", "log"),
+    "batch": (PREPARED.replace("LINES", "x = (x - x.mean(0)) / x.std(0)"),
+              "data", "x.std(0)", "div"),
+    "batch in place": (PREPARED.replace("LINES", "m = x.mean(0); x -= m; x /= x.std(0)"),
+                       "data", "x /= ", "div_"),
+    "batch of a DataLoader": (HEAD.replace("for i in range(4):", LOADED),
+                              "data", "x.std(0)", "div"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run a script; its report and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *options):
+        pathlib.Path("train.py").write_text(text)
+        linecache.checkcache()
+        assert main(["debug", *options, "train.py"]) == 0
+        report = pathlib.Path("apex-debug", "report.json")
+        return json.loads(report.read_text()) if report.exists() else None, capsys.readouterr().err
+
+    yield run
+    assert _get_current_function_mode_stack() == []
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_pre_hooks
+    assert not hooks._global_forward_hooks
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_line_is_named(run, name):
+    text, cause, code, operation = SCRIPTS[name]
+    report, said = run(text)
+    number = next(n for n, line in enumerate(text.splitlines(), 1) if code in line)
+    assert report["cause"] == cause, said
+    assert report["line"].startswith(f"train.py:{number} in <module>: ")
+    assert report["line"] in report["sentence"]
+    assert operation is None or report["operation"].split(".")[1] == operation
+    if name == "batch":
+        assert "16 NaN of 128 values (all 16 rows): div (at train.py:" in report["sentence"]
+
+
+def test_lines_can_be_switched_off(run):
+    report, _ = run(SCRIPTS["logarithm"][0], "--no-lines")
+    assert (report["cause"], report["line"]) == ("loss", "")
+    assert "step=lambda: loss_function(model(x), y)) names the line" in report["sentence"]
+
+
+def test_the_hint_is_a_program_that_works():
+    """What it says to write is written here, and names the line."""
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(2, 8), torch.zeros(2, 4)
+
+    def loss_function(out, y):
+        return (out * 0).log().sub(y).mean()
+
+    def first(watch):
+        with watch:
+            loss_function(model(x), y).backward()
+            optimizer.step()
+            return watch.explain()
+
+    hint = first(debug.watch(model, optimizer, on_fault="keep")).sentence
+    call = re.search(r"apex\.debug\.(watch\(.*\)\)) names the line", hint)[1]
+    names = {"model": model, "optimizer": optimizer, "loss_function": loss_function, "x": x, "y": y}
+    watch = eval(
+        call.replace("watch(", "watch(on_fault='keep', *[", 1).replace(", step", "], step"),
+        {"watch": debug.watch, **names},
+    )
+    assert "log().sub(y)" in first(watch).line
+
+
+MODES = """
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack as stack
+class Mine(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+class Net(nn.Linear):
+    def forward(self, x):
+        seen.append([type(one).__name__ for one in stack()])
+        return super().forward(x)
+seen = []
+net = Net(8, 4)
+opt = torch.optim.SGD(net.parameters(), 0.01)
+def step(x):
+    opt.zero_grad()
+    net(x).square().mean().backward()
+    opt.step()
+step(batch(0))
+with Mine() as mine:
+    step(batch(0))
+    assert stack() == [mine]
+assert mine not in stack()
+x = batch(0)
+with torch.device("cpu"):
+    step(x)
+    y = batch(0)
+    step(y)
+assert not any(type(one).__name__ == "DeviceContext" for one in stack())
+step(y)
+assert seen == [[], ["Mine"], ["DeviceContext"], ["DeviceContext"], []], seen
+"""
+
+
+def test_modes_of_the_program_stay_in_order(run):
+    report, said = run(HEAD.replace("for i in range(4):", MODES))
+    assert (report, said) == (None, "")
+
+
+def test_other_networks_and_long_steps_are_not_noted():
+    lines = Lines()
+    lines.on()
+    try:
+        teacher, criterion = nn.Linear(2, 2), nn.MSELoss()
+        x = torch.ones(3, 2)
+        lines.begin_step()
+        with torch.no_grad():
+            out = teacher(x)
+        criterion(x, out)
+        assert [one.function.__name__ for one in lines.tape.items] == ["mse_loss"]
+        for _ in range(300):
+            x = x + 1
+        assert not lines.tape.is_whole
+        assert len(lines.tape.items) < 256
+    finally:
+        lines.stop()
+
+
+def test_what_is_run_again_writes_to_nothing_of_the_program():
+    """Averages of weights, masters: such writes are not noted. Batches are written as copies."""
+    lines = Lines()
+    average, x, masters = nn.Parameter(torch.ones(3)), torch.ones(3), [torch.ones(3)]
+    lines.on()
+    try:
+        with torch.no_grad():
+            average.mul_(2.0)
+            torch._foreach_mul_(masters, 2.0)
+            x.mul_(2.0)
+        y = x + average
+    finally:
+        lines.off()
+    lines.tape.run(Replay([], {}, 1.0, None))
+    assert [one.function.__name__ for one in lines.tape.items] == ["mul_", "add"]
+    for one in (average, x, *masters):
+        assert torch.equal(one, torch.full((3,), 2.0))
+    assert torch.equal(y, torch.full((3,), 4.0))
+
+
+def test_only_one_mode_is_there_after_many_changes():
+    class Other(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    lines = Lines()
+    lines.on()
+    with Other() as other:
+        lines.off()
+        assert _get_current_function_mode_stack() == [other]
+        lines.on()  # not on top of it: the program would take ours off for its own
+        assert _get_current_function_mode_stack() == [other]
+    lines.on()
+    lines.on()
+    assert _get_current_function_mode_stack() == [lines]
+    lines.stop()
+    lines.on()
+    assert _get_current_function_mode_stack() == []
