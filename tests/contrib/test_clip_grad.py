@@ -66,6 +66,8 @@ def test_like_torch():
     assert ours[1].grad is None
     alone = torch.nn.Parameter(torch.zeros(2))
     alone.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_(alone, 1e4).item() == 5
+    assert alone.grad.tolist() == [3.0, 4.0]  # within the limit
     assert clip_grad_norm_(alone, 1.0).item() == 5
 
 

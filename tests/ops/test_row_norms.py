@@ -141,8 +141,11 @@ def test_rows_wider_than_a_tile(name, columns, dtype, path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2000, 66), (70, 2000), (2, 200_704)], ids=str)
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [(name, shape) for name in NORMS for shape in ((2000, 66), (70, 2000), (2, 200_704))],
+    ids=str,  # one value: the quick selection has each norm of each shape
+)
 def test_large_inputs(name, shape, dtype, monkeypatch):
     """Where on a CPU our functions replace torch's, in several blocks.
 
