@@ -65,6 +65,16 @@ def test_lists_of_the_original():
 
 
 @pytest.mark.parametrize(
+    ("capability", "count", "enough"),
+    [((10, 0), 148, True), ((10, 0), 132, False), ((9, 0), 132, False)],
+)
+def test_the_fewest_multiprocessors_by_compute_capability(capability, count, enough):
+    """As programs ask, with both numbers of ``get_cc_and_sm_count``."""
+    fewest = GroupNorm.GN_V2_SUPPORTED_LOWER_BOUND_SM_COUNT
+    assert (capability in fewest and count >= fewest[capability]) == enough
+
+
+@pytest.mark.parametrize(
     "function",
     [cuda_group_norm_nhwc_one_pass, cuda_group_norm_nhwc_two_pass, cuda_group_norm_v2_nhwc],
 )
