@@ -39,7 +39,6 @@ def test_layer_keeps_dtype_and_layout(dtype):
     assert_one_rounding(plain(x), F.group_norm(x.double(), 4))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
 def test_scripted_and_traced():
     layer, x = GroupNorm(2, 4, act="silu"), torch.randn(2, 4, 3, 3)
     assert torch.equal(torch.jit.script(layer)(x), layer(x))

@@ -142,7 +142,7 @@ def _event_on(device: torch.device) -> Any:
     """An event behind what was sent to ``device`` on its current stream; ``None`` on a CPU."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
