@@ -14,13 +14,17 @@ def gpus(monkeypatch):
     """The random states of two GPUs, of which the first is the current one: numbers."""
     states = [10, 20]
 
-    def write(state, device="cuda"):
-        states[device if isinstance(device, int) else 0] = state
+    def write(state):
+        states[0] = state
+
+    def write_all(given):
+        states[:] = given
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [*states])
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": states[0])
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[0])
     monkeypatch.setattr(torch.cuda, "set_rng_state", write)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", write_all)
     return states
 
 

@@ -361,8 +361,8 @@ def _by_backward(
 def set_random_states(states: list[torch.Tensor]) -> None:
     """Give back what :func:`random_states` returned."""
     torch.set_rng_state(states[0])
-    for device, state in enumerate(states[1:]):
-        torch.cuda.set_rng_state(state, device)
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 @contextmanager
