@@ -13,7 +13,7 @@ from apex.transformer.functional import fused_apply_rotary_pos_emb, fused_softma
 CALLS = [op for op in OPS if op.checked.small and op.name != "layer_norm, fast"]  # makes a layer
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's
 @pytest.mark.parametrize("entry", CALLS, ids=lambda entry: entry.name)
 def test_a_call_is_one_graph_of_torch_compile(entry):
     leaves, rest = entry.inputs(entry.checked.small[0], torch.float32, torch.device("cpu"))
@@ -54,7 +54,6 @@ CALLERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("caller", CALLERS)
 def test_scripted_and_traced_programs_call_them(caller):

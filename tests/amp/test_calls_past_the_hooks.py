@@ -43,7 +43,6 @@ def test_a_call_of_the_models_own(level):
     assert model(x).dtype == levels.HALF.get(level, x.dtype)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_scripting_is_refused(level):
     with pytest.raises(RuntimeError, match=r"Use torch\.jit\.trace or torch\.compile"):

@@ -167,7 +167,6 @@ def test_export(level):
 
 
 @pytest.mark.skipif(not IS_2_13, reason="torch 2.9 breaks the graph of a forward")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of torch itself
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.slow
 def test_a_compiled_step_is_one_graph_and_amp_runs_as_it_is(level):

@@ -431,7 +431,6 @@ def test_torch_export_still_decomposes_recurrent_layers():
     assert not any(has(f"aten::{name}", "CPU") for name in ("gru.input", "lstm.data"))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch.func.jvp
 def test_a_recurrent_layer_in_forward_mode_and_with_other_types():
     on()
     lstm, gru = nn.LSTM(4, 5).half(), nn.GRU(4, 5).half()

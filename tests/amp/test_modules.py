@@ -398,7 +398,6 @@ def test_a_copy_runs_its_own_weights_at_its_level(level, duplicate):
     assert all(v.dtype == torch.float32 for v in twin.state_dict().values())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # in torch 2.13
 @pytest.mark.parametrize("level", LEVELS)
 def test_traced(level):
     model = cast(level, nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Softmax(-1)))
@@ -481,7 +480,6 @@ def test_inputs_that_hold_themselves_or_can_only_go_to_a_device(level):
     assert cast(level, Echo())(only) is only
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # what is refused here
 def test_modules_that_take_no_hooks_or_have_no_shape_are_refused_at_once():
     with pytest.raises(TypeError, match="TorchScript"):
         cast("O2", torch.jit.script(nn.Linear(2, 2)))

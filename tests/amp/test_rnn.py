@@ -54,6 +54,24 @@ def test_unflattened_weights():
     check(module, torch.randn(5, 3, 4), "O1")
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_reset_gives_flat_weights_back(level, monkeypatch):
+    """As ``initialize`` makes them; else cuDNN warns, and copies them in each forward."""
+    flattened = []
+    monkeypatch.setattr(
+        nn.RNNBase,
+        "flatten_parameters",
+        lambda layer: flattened.append([(p.data_ptr(), p.dtype) for p in layer.parameters()]),
+    )
+    model = nn.ModuleDict({"one": nn.LSTM(4, 3, 2), "other": Last("GRU")})
+    amp.initialize(model, opt_level=level, verbosity=0)
+    flattened.clear()
+    amp.reset()
+    layers = model["one"], model["other"].recurrent
+    found = [[(p.data_ptr(), torch.float32) for p in layer.parameters()] for layer in layers]
+    assert flattened == found
+
+
 class Last(nn.Module):
     def __init__(self, kind):
         super().__init__()

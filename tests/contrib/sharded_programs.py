@@ -433,7 +433,7 @@ def scaled(kind, rank):
             assert torch.isfinite(norm) == (step != 1)
         before = ps[2].detach().clone()
         with warnings.catch_warnings():  # torch's scaler will not pass itself to step for ever
-            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself")
             scaler.step(optimizer)
         scaler.update()
         seen.append((scaler.get_scale(), torch.equal(before, ps[2].detach())))
@@ -681,7 +681,7 @@ def refused(rank):
     scaler.scale((ps[0] * 1.0).sum()).backward()
     scaler.unscale_(optimizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself")
         texts["torch's unscale_"] = error(lambda: scaler.step(optimizer))
     optimizer.zero_grad()
     kept, ps[1].data = ps[1].data, torch.zeros(8)

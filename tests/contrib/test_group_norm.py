@@ -39,7 +39,6 @@ def test_layer_keeps_dtype_and_layout(dtype):
     assert_one_rounding(plain(x), F.group_norm(x.double(), 4))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
 def test_scripted_and_traced():
     layer, x = GroupNorm(2, 4, act="silu"), torch.randn(2, 4, 3, 3)
     assert torch.equal(torch.jit.script(layer)(x), layer(x))
@@ -62,6 +61,16 @@ def test_lists_of_the_original():
     assert len(GroupNorm.GN_V2_SUPPORTED_CHANNELS) == 14
     assert {16, 32} == GroupNorm.SUPPORTED_GROUPS
     assert get_cc_and_sm_count() != ((0, 0), 0) or not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("capability", "count", "enough"),
+    [((10, 0), 148, True), ((10, 0), 132, False), ((9, 0), 132, False)],
+)
+def test_the_fewest_multiprocessors_by_compute_capability(capability, count, enough):
+    """As programs ask, with both numbers of ``get_cc_and_sm_count``."""
+    fewest = GroupNorm.GN_V2_SUPPORTED_LOWER_BOUND_SM_COUNT
+    assert (capability in fewest and count >= fewest[capability]) == enough
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ def test_wrong_size():
         FastLayerNorm(8)(torch.randn(3, 7))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scripted(dtype):
     """Inside of a model too; what is saved needs no Python."""

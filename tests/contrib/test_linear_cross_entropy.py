@@ -395,7 +395,6 @@ def test_module():
     ]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
 def test_scripted_and_traced():
     """A scripted program calls the module; one that calls the function is told why it cannot."""
 

@@ -309,7 +309,6 @@ class _Caller(torch.nn.Module):
         return self.layer(query, key, key, padding, False, time, True)[0]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
 @pytest.mark.parametrize("name", ["self, norm", "self, additive, time", "encdec, default"])
 def test_compiled_and_scripted(name):
     layer, query, key, masks = _case(name, torch.float32)
@@ -323,7 +322,6 @@ def test_compiled_and_scripted(name):
     assert torch.equal(scripted(query, key, masks[0], masks[2]), y)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_traced():
     """Sizes may be others than in the call that was traced."""
     layer, query, key, _ = _case("encdec, bias", torch.float32)

@@ -105,6 +105,27 @@ def test_alpha_and_beta_of_the_debug_list():
         assert (one[~USED] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+def test_16_bit_losses_are_rounded_behind_alpha_and_beta(dtype):
+    """A rounded loss of 100 is off by up to 0.03 in float16, and a gradient by as much."""
+    x, labels = normal(1, 40, 10, 8).log_softmax(-1).to(dtype), torch.arange(1, 10)[None] % 7 + 1
+    lengths, more = (torch.tensor([40]), torch.tensor([9])), (torch.empty(0), 0, 0, 1)
+    found, dlosses = [], torch.ones(1)
+    for to in (dtype, DOUBLE):
+        alpha, beta, losses = transducer_loss_cuda.forward(x.to(to), labels, *lengths, *more, False)
+        given = (x.to(to), dlosses.to(to), alpha, beta, *lengths, labels, *more)
+        found.append((transducer_loss_cuda.backward(*given, False, False), losses, alpha, beta))
+    assert [one.dtype for one in found[0]] == [dtype, dtype, FLOAT, FLOAT]
+    for actual, exact in zip(*found, strict=True):
+        if actual.dtype == FLOAT:
+            assert_close_to_largest(actual, exact, TRANSDUCER)
+        elif actual.numel() > 1:
+            assert_one_rounding(actual, exact)
+    debug_list = []
+    TransducerLoss()(x, labels, *lengths, 0, debug_list=debug_list)
+    assert [one.dtype for one in debug_list] == [FLOAT, FLOAT]
+
+
 def test_a_label_that_is_the_blank_and_impossible_labels():
     """Two ways into a cell by one class; a loss of inf that does not touch other samples."""
     x, labels, dloss = logits(DOUBLE)

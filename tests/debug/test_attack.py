@@ -153,7 +153,6 @@ def test_a_learning_rate_of_inf_is_the_optimizers():
         assert watch.explain().cause == "optimizer"
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # in torch.func.jvp
 def test_functions_of_torch_func_run_as_without_a_watch():
     model, x = nn.Linear(4, 1), torch.randn(5, 3, 4)
     expected = torch.func.vmap(model)(x)
@@ -213,7 +212,6 @@ def command(tmp_path, capsys, text):
     return code, capsys.readouterr()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_a_script_module_runs_as_without_the_command(tmp_path, capsys):
     code, printed = command(
         tmp_path,

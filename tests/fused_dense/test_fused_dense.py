@@ -49,7 +49,6 @@ def test_parameters():
             assert parameter.dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 @each_module
 def test_torchscript(make):
     module, x, file = make(), torch.randn(2, 5), io.BytesIO()
@@ -65,7 +64,6 @@ def test_names_of_the_functions_in_2021():
     assert fused_dense_gelu_dense_function is _fused_dense_gelu_dense
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_functions_in_torchscript():
     def caller(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
         return _dense_no_bias(_fused_dense(x, weight, bias), weight), _fused_dense_gelu_dense(

@@ -87,6 +87,20 @@ class Devices:
         return SimpleNamespace(cuda_stream=0x1000 * (index + 1), device_index=index)
 
 
+class Event:
+    """An event that has passed when it is asked for, which CUDA refuses in a capture."""
+
+    def __init__(self, devices):
+        self._devices = devices
+
+    def record(self, stream):
+        assert not self._devices.capturing
+
+    def query(self):
+        assert not self._devices.capturing
+        return True
+
+
 class Driver(Hopper):
     """Triton's driver, for whichever device is the current one."""
 
@@ -220,6 +234,7 @@ def fake_cuda():
         "device_count": lambda: 2,
         "current_device": lambda: devices.current,
         "current_stream": devices.stream,
+        "Event": lambda: Event(devices),
         "is_current_stream_capturing": lambda: devices.capturing,
         "get_device_properties": lambda device=None: properties,
         "_exchange_device": devices.exchange,

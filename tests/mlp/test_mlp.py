@@ -126,7 +126,6 @@ def _of_integers():
     return model
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_torchscript():
     model, x = _of_integers(), integers(2, 5)
     traced = torch.jit.trace(model, x)

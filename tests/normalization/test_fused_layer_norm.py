@@ -331,7 +331,6 @@ def test_compiled_under_autocast():
         assert torch.equal(compiled(x), module(x))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("cls", MODULES)
 def test_modules_in_torchscript(cls):
     """Scripted and traced modules run torch's own functions."""
@@ -341,7 +340,6 @@ def test_modules_in_torchscript(cls):
     torch.testing.assert_close(torch.jit.trace(module, x)(torch.cat([x, x]))[:3], module(x))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cls", MODULES)
@@ -356,7 +354,6 @@ def test_scripted_modules_have_the_same_output_dtype(cls, dtype, weight_dtype):
     torch.testing.assert_close(torch.jit.load(file)(x), module(x))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_functions_in_torchscript():
     """They are called back in Python, with defaults, and say there what they refuse."""
 

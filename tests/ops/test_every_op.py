@@ -343,7 +343,6 @@ def test_dispatch_mode_sees_one_operator(case):
 
 
 @every_path
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for jvp
 def test_transforms_of_torch_func(case, path):
     tensors = [torch.stack([t, 2 * t]).detach() for t in case.tensors()]
     wanted = torch.stack([case(*each) for each in zip(*tensors, strict=True)])

@@ -90,7 +90,6 @@ def script_dense(x: torch.Tensor, weight: torch.Tensor):
     return FusedDenseFunc.apply(x, x, None)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
 @pytest.mark.parametrize("caller", [script_norm, script_softmax, script_dense])
 def test_scripted_callers_call_back(caller):
     _, x = tensors()

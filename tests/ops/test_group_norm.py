@@ -262,7 +262,6 @@ def test_constant_groups_and_nan(path):
 
 
 @acts
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # not ours to say
 @pytest.mark.parametrize("last", [True, False])
 def test_traced(last, act):
     (x, weight, bias), _ = _data((2, 8, 5, 3), torch.float32, last=last)

@@ -169,7 +169,6 @@ def test_the_path_depends_on_device_and_size(monkeypatch):
     assert path(on_gpu) == "definition"
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
 def test_what_only_torch_supports_is_computed_by_the_definition(monkeypatch):
     class Subclass(torch.Tensor):
         pass

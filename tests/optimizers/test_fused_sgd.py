@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from apex.bench.tolerance import rms
 from apex.optimizers import FusedSGD, fused_sgd
 from tests.optimizers.common import (
     PATHS,
@@ -36,6 +37,45 @@ def test_kernel_gives_the_bits_of_the_definition(options, dtype):
         params = parameters(dtype)
         results.append(train(FusedSGD(params, lr=0.05, **options), params, range(3), path))
     assert same(*results)
+
+
+def original(weight, grads, lr, momentum, weight_decay=0.0, nesterov=False):
+    """In float32, with the momentum as it is; the update is rounded before it is added."""
+    kept = None
+    for grad in grads:
+        total = grad.float() + weight_decay * weight.float()
+        buffer = total if kept is None else momentum * kept.float() + total
+        kept = buffer.half()
+        update = total + momentum * buffer if nesterov else buffer
+        weight = weight + (-lr * update).half()
+    return weight
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, OPTIONS[-1]], ids=str)
+def test_float16_is_nearer_to_float64_than_torch_and_the_original(options):
+    """Where the definition is computed; the kernel has its bits.
+
+    1 % nearer than the original: 50,000 weights, of which other draws move that by 0.2 %.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = torch.randn(51, 50_000, generator=generator).half()
+
+    def stepped(make, dtype):
+        param = torch.nn.Parameter(start.to(dtype, copy=True))
+        optimizer = make([param], lr=0.05, **options)
+        for grad in grads:
+            param.grad = grad.to(dtype)
+            optimizer.step()
+        return param.detach()
+
+    exact = stepped(torch.optim.SGD, torch.float64)
+    found = {
+        "ours": stepped(FusedSGD, torch.float16),
+        "torch": stepped(torch.optim.SGD, torch.float16),
+        "original": original(start, grads, 0.05, **options),
+    }
+    distance = {name: rms(one.double() - exact) for name, one in found.items()}
+    assert distance["ours"] < min(distance["torch"], distance["original"]), distance
 
 
 # -- buffers -------------------------------------------------------------------------------------

@@ -92,6 +92,39 @@ def test_a_graph_keeps_what_it_reads_until_that_is_released(built, cache, monkey
     assert [entry() for entry in captured] == [None] * 4
 
 
+def test_a_graph_uploads_anew_what_may_be_on_its_way(built, cache, monkeypatch):
+    """``capture_begin`` without ``torch.cuda.graph``, which would synchronize first."""
+    ended, queries = [False], []
+
+    class Event:
+        def query(self):
+            assert not _runtime.capturing()  # CUDA refuses it there
+            queries.append(self)
+            return ended[0]
+
+    monkeypatch.setattr(pointer_tables, "_event_on", lambda device: Event())
+    step = stepped()
+    before = len(built)
+
+    def captured():
+        with monkeypatch.context() as patch:
+            patch.setattr(_runtime, "capturing", lambda: True)
+            patch.setattr(pointer_tables, "current_stream", lambda device: 7)
+            step()
+            return len(built) - before
+
+    assert captured() == 4
+    step()
+    assert captured() == 8  # it was asked, and was still on its way
+    ended[0] = True
+    assert captured() == 12  # nobody has seen the end
+    step()
+    assert captured() == 12
+    asked = len(queries)
+    step()
+    assert len(queries) == asked  # never again
+
+
 @pytest.mark.slow
 def test_many_groups_upload_once(built, cache):
     """Layer-wise decay: 65 groups of one tensor, four columns and a layout each."""
@@ -120,9 +153,9 @@ def test_tables_are_bounded_by_bytes_and_the_oldest_go_first(built):
     assert [key[1] for key in cache._tables] == [large]
     cache.find(pointer_tables.Table, (1,), device)
     assert cache._bytes == sum(
-        pointer_tables._size(numbers, table)
+        pointer_tables._size(numbers, one.table)
         for (_, numbers, _), tables in cache._tables.items()
-        for table in tables.values()
+        for one in tables.values()
     )
 
 

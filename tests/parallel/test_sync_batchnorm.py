@@ -279,7 +279,6 @@ def test_one_class_under_all_names():
     assert repr(SyncBatchNorm(4)) == repr(nn.SyncBatchNorm(4))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # in torch 2.13
 def test_traced_compiled_pickled():
     model = nn.Sequential(SyncBatchNorm(4, channel_last=True, fuse_relu=True), nn.Tanh())
     x = torch.randn(6, 3, 4)

@@ -217,7 +217,7 @@ def test_the_class_calls_the_function(function):
 
 
 @calls
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own
 def test_one_graph(function):
     """Of the function, and of the class inside of it."""
     cls, shape, args = CALLS[function]
@@ -238,7 +238,6 @@ class Rotates(torch.nn.Module):
         return rope.fused_apply_rotary_pos_emb(t, freqs)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace(_method)?. is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("recorder", ["trace", "export"])
 def test_recorded_with_as_many_positions_as_angles(recorder):

@@ -174,7 +174,7 @@ each = pytest.mark.parametrize(
 
 
 @each
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's
 def test_autograd_functions(cls, args, function, rest):
     """The numbers of the functions; one node of a compiled graph."""
     causal = cls is ScaledUpperTriangMaskedSoftmax
@@ -203,7 +203,6 @@ def test_autocast(cls, args, function, rest):
 
 @pytest.mark.parametrize("kind", [PADDING, CAUSAL], ids=str)
 @pytest.mark.parametrize("fusion", [True, False])
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_compiled_and_scripted_layers(kind, fusion):
     module = layer(kind=kind, fusion=fusion)
     wanted = module(X.half(), MASK)

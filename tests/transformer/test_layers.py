@@ -69,7 +69,6 @@ def test_the_rest():
     assert layers.layer_norm.FusedLayerNorm is layers.FusedLayerNorm
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 @each_layer
 def test_scripted_and_compiled(layer):
     module, x = layer(8, sequence_parallel_enabled=True), torch.randn(3, 8)

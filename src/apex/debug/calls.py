@@ -63,8 +63,13 @@ def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [local(tensor.detach()).sum(dtype=torch.float32)] if floating else []
 
 
-def _random_states(on_gpu: bool) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+def _uses_gpus() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def random_states() -> list[torch.Tensor]:
+    """Of the CPU and of all GPUs, if any is in use: a model may draw on each that it is on."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _uses_gpus() else [])]
 
 
 def stateful(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -106,12 +111,11 @@ class Call:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.inputs = tensors_in((args, kwargs) if kwargs else args)
         self._versions = [version_of(tensor) for tensor in self.inputs]
-        on_gpu = any(tensor.is_cuda for tensor in self.inputs)
-        self.random = _random_states(on_gpu)
+        self.random = random_states()
         cache = torch.is_autocast_cache_enabled()
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache)
-            for kind in _ON_DEVICES[: 1 + on_gpu]
+            for kind in _ON_DEVICES[: 1 + _uses_gpus()]
         ]
         self.training = model.training
         self.buffers = [(one, one.detach().clone(), version_of(one)) for one in buffers]
@@ -309,7 +313,7 @@ class Replay:
 def as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
     """Random numbers, buffers, mode and autocast of the call; the modes afterwards as before."""
     modes = [(module, module.training) for module in call.model.modules()]
-    _set_random_states(call.random)
+    set_random_states(call.random)
     if call.training != call.model.training:
         call.model.train(call.training)
     for buffer, value, _ in call.buffers:
@@ -366,10 +370,11 @@ def _by_backward(
             leaf.grad = gradient
 
 
-def _set_random_states(states: list[torch.Tensor]) -> None:
+def set_random_states(states: list[torch.Tensor]) -> None:
+    """Give back what :func:`random_states` returned."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 @contextmanager
@@ -382,7 +387,7 @@ def unchanged(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[
     records = [record for one in managed for record in one.ledger.records]
     for record in records:
         record.is_replayed = True
-    random = _random_states(any(one.is_cuda for model in models for one in model.parameters()))
+    random = random_states()
     kept = [(buffer, buffer.detach().clone()) for model in models for buffer in model.buffers()]
     modules = [(module, dict(vars(module))) for model in models for module in model.modules()]
     try:
@@ -396,4 +401,4 @@ def unchanged(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[
             vars(module).update(attributes)
         for buffer, value in kept:
             buffer.data.copy_(value)
-        _set_random_states(random)
+        set_random_states(random)

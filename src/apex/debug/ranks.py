@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,9 +24,17 @@ def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
     return [g for mesh in meshes.values() for g in mesh.get_all_groups()]
 
 
-def agree(found: torch.Tensor, tensors: Iterable[Any], group: Any = None) -> torch.Tensor:
-    """The largest ``found`` of the ranks that share ``tensors``; those alone are asked."""
-    for each in _groups(tensors, group):
+def agree(found: torch.Tensor, tensors: Sequence[Any], group: Any = None) -> torch.Tensor:
+    """The largest ``found`` of the ranks that share ``tensors``; those alone are asked.
+
+    All ranks of a group pass tensors of the same groups and devices: parameters, whose gradients
+    may be missing on one of them. NCCL reduces no tensor of a CPU, and gloo those of each device.
+    """
+    groups = _groups(tensors, group)
+    if groups:
+        devices = [tensor.device for tensor in tensors]
+        found = found.to(next((one for one in devices if one.type != "cpu"), found.device))
+    for each in groups:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=each)
     return found
 

@@ -294,7 +294,7 @@ class Watch:
 
     def _check(self, optimizer: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        found, only_loss = self._look_at([p.grad for p in params if p.grad is not None])
+        found, only_loss = self._look_at(params)
         managed = getattr(optimizer, "_amp_stash", None)
         scale = 1.0 if managed is None else managed.training.loss_scalers[0].loss_scale()
         if self.stepped(optimizer, found, scale, only_loss) and self._skip:
@@ -302,13 +302,13 @@ class Watch:
             for p, _ in self._hidden:
                 p.grad = None
 
-    def _look_at(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def _look_at(self, params: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Whether a gradient or a watched loss is not finite on a rank; whether only a loss is."""
-        found = non_finite(gradients)
+        found = non_finite([p.grad for p in params if p.grad is not None])
         if self._losses and all(t.numel() for call in self._calls for t in call.inputs):
             bad = non_finite(self._losses).to(found.device)
-            return ranks.agree(torch.maximum(found, bad), gradients, self._group), bad > found
-        return ranks.agree(found, gradients, self._group), False
+            return ranks.agree(torch.maximum(found, bad), params, self._group), bad > found
+        return ranks.agree(found, params, self._group), False
 
     def _give_back(self) -> None:
         hidden, self._hidden = self._hidden, []

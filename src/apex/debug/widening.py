@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter, tree_map
 
+from apex.debug.calls import random_states, set_random_states
 from apex.debug.tensors import HALVES, local, tensors_of
 from apex.debug.tracing import Counting, key_of, written_by
 
@@ -52,9 +53,9 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
                 self._wide.pop(key_of(tensor), None)
             return result
         wide_args, wide_kwargs = tree_map(self._widen, (args, kwargs))
-        state = torch.get_rng_state()
+        states = random_states()
         wide = operation(*wide_args, **wide_kwargs)
-        torch.set_rng_state(state)
+        set_random_states(states)
         if self.count == self._index:
             floating = [t.detach() for t in tensors_of(wide) if t.is_floating_point()]
             sizes = [t[t.isfinite()].abs() for t in floating]

@@ -11,6 +11,7 @@ import torch
 
 from apex.ops._dtypes import NARROW
 from apex.ops.lists.flat import unflatten
+from apex.ops.lists.streams import HookOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Pass:
         missing: The indices that each bucket waits for; empty where buckets wait for the end.
         started: The buckets on their way; ``None`` for one without trainable parameters.
         sums: ids of parameters whose gradients were sums over ranks when the pass began.
+        order: Of its hooks, which may be on several streams.
     """
 
     end: weakref.ref[Any]
@@ -118,6 +120,7 @@ class Pass:
     missing: list[set[int]] = field(default_factory=list)
     started: list[Bucket | None] = field(default_factory=list)
     sums: set[int] = field(default_factory=set)
+    order: HookOrder = field(default_factory=HookOrder)
 
 
 class AllReduce:

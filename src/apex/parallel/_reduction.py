@@ -183,6 +183,7 @@ class Reduction:
         one.arrived.append(index)
         if not one.missing:
             return
+        one.order.follow(param.device)
         assert self.buckets is not None
         number, next_ = self._bucket_of[index], len(one.started)
         if number < next_:

@@ -261,9 +261,17 @@ def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool)
         for buffer in module._buffers.values():
             if buffer is not None and _is_castable(buffer):
                 buffer.data = buffer.data.to(dtype)
-        flatten = getattr(module, "flatten_parameters", None)  # recurrent layers, apex.RNN's too
-        if callable(flatten):
-            flatten()
+        _flatten(module)
+
+
+def _flatten(module: torch.nn.Module) -> None:
+    """Put the weights of a recurrent layer, apex.RNN's too, into one piece of memory.
+
+    Else cuDNN warns, and copies them in each forward.
+    """
+    flatten = getattr(module, "flatten_parameters", None)
+    if callable(flatten):
+        flatten()
 
 
 def _is_castable(tensor: torch.Tensor) -> bool:
@@ -308,6 +316,7 @@ def undo(model: torch.nn.Module) -> None:
         for buffer in module._buffers.values():
             if buffer is not None and buffer.dtype in HALF_TYPES:
                 buffer.data = buffer.data.float()
+        _flatten(module)
     prepared.discard(model)
 
 

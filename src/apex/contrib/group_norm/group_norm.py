@@ -1,5 +1,7 @@
 """``GroupNorm``: torch's layer, fast for channels-last images, with SiLU built in if wanted."""
 
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from torch.nn import Parameter, init
@@ -55,7 +57,8 @@ class GroupNorm(torch.nn.Module):
     )
     GN_V2_SUPPORTED_DTYPES = frozenset((dtype, dtype) for dtype in _DTYPES[1:])
     GN_V2_SUPPORTED_GROUPS_SWISH = frozenset({(16, True), (32, False)})
-    GN_V2_SUPPORTED_LOWER_BOUND_SM_COUNT = 148
+    # compute capability -> the fewest multiprocessors; a B200 has 148
+    GN_V2_SUPPORTED_LOWER_BOUND_SM_COUNT = MappingProxyType({(10, 0): 148})
 
     # What modules that an older Apex pickled whole may lack.
     eps, affine, act = 1e-5, True, ""

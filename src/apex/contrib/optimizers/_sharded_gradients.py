@@ -27,6 +27,7 @@ from apex.ops.lists.collectives import new_gradient_group, ranks_agree
 from apex.ops.lists.columns import Scalar
 from apex.ops.lists.flat import broadcast, group_by_size
 from apex.ops.lists.shards import Bucket, Kinds, Piece, Sent
+from apex.ops.lists.streams import HookOrder
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -228,6 +229,7 @@ class ShardedGradients(FusedOptimizer):
         self._is_unscaled = self._is_final = False  # final: unscaled or clipped
         self._measured: torch.Tensor | None = None
         self._round = self._next = 0  # what is sent next
+        self._order = HookOrder()
 
     @torch.no_grad()
     def _arrived(self, param: torch.Tensor) -> None:
@@ -256,6 +258,7 @@ class ShardedGradients(FusedOptimizer):
                 )
             if not self._syncs and not self._greedy:
                 return
+            self._order.follow(param.device)
             self._take(bucket, place)
             if not self._syncs:
                 return

@@ -132,7 +132,7 @@ class TransducerLossFunc(torch.autograd.Function):
         lse = ops.logsumexp(rows, labels)
         alpha, beta, losses = ops.alignments(rows, labels, lse, cells, blank_idx)
         if debug_list == []:
-            debug_list += [alpha, beta]
+            debug_list += [alpha.to(lse.dtype), beta.to(lse.dtype)]
         ctx.cells, ctx.blank = cells, blank_idx
         ctx.save_for_backward(x, labels, lse, alpha, beta, losses)
         return losses.to(x.dtype)
@@ -191,7 +191,8 @@ class TransducerLoss(torch.nn.Module):
             blank_idx: The class that stands for the blank.
             batch_offset: ``(B,)``, integers, if packed: ``(f_len * (y_len + 1)).cumsum(0)``.
             max_f_len: T, if packed.
-            debug_list: An empty list gets alpha and beta, ``(B, T, U)``.
+            debug_list: An empty list gets alpha and beta, ``(B, T, U)``: float32, or float64 of
+                float64 logits.
 
         Returns:
             ``(B,)``.

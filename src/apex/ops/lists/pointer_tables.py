@@ -7,6 +7,11 @@ a tensor elsewhere, or of another size, is another key.
 
 A table serves the stream on which it was uploaded, because another one does not wait for that.
 
+A CUDA graph takes a table only if its upload had ended before the capture: nobody says on which
+stream the graph will be replayed, and ``CUDAGraph.capture_begin`` does not synchronize as
+``torch.cuda.graph`` does. CUDA refuses to query an event in a capture, so the calls before it do.
+Where none has seen the end, the graph uploads a table of its own.
+
 CUDA graphs read their tables at each replay, so these are held until :func:`release_captured`, and
 with them the pinned memory of those that a graph uploads. Any other upload gives its pinned memory
 back at once: torch's allocator keeps it until the copy has ended.
@@ -34,6 +39,18 @@ LIMIT = 2**26
 _PER_NUMBER, _PER_TABLE = 40, 2048  # the smallest pieces of memory are 512 bytes each
 
 
+class _Uploaded:
+    """A table, and the event behind its upload until the host has seen that pass."""
+
+    def __init__(self, table: Any, device: torch.device) -> None:
+        self.table, self.event = table, _event_on(device)
+
+    def look(self) -> None:
+        """See whether the upload has ended; not in a capture."""
+        if self.event.query():
+            self.event = None
+
+
 class TableCache:
     """Tables by what is in them; the least recently used ones go first.
 
@@ -44,7 +61,7 @@ class TableCache:
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
         self._bytes = 0
-        self._tables: OrderedDict[Any, dict[int, Any]] = OrderedDict()
+        self._tables: OrderedDict[Any, dict[int, _Uploaded]] = OrderedDict()  # by key and stream
         self._captured: dict[int, Any] = {}
         self._lock = threading.Lock()
 
@@ -95,28 +112,39 @@ class TableCache:
     ) -> Any:
         key = kind, numbers, device
         by_stream = self._tables.get(key, {})
-        found = by_stream.get(stream)
         if capturing:
-            # `torch.cuda.graph` synchronizes first: what any stream has uploaded is there. What
-            # is uploaded now arrives only when the graph runs, so no other call may use it.
-            found = found or next(iter(by_stream.values()), None) or kind(numbers, device)
-            self._captured[id(found)] = found
-            return found
+            # What is uploaded now arrives only when the graph runs, so no other call may use it.
+            ended = [one.table for one in by_stream.values() if one.event is None]
+            table = ended[0] if ended else kind(numbers, device)
+            self._captured[id(table)] = table
+            return table
+        found = by_stream.get(stream)
         if found is None:
-            found = by_stream[stream] = kind(numbers, device)
-            found.hosts.clear()
+            found = by_stream[stream] = _Uploaded(kind(numbers, device), device)
+            found.table.hosts.clear()
             self._tables[key] = by_stream
-            self._bytes += _size(numbers, found)
+            self._bytes += _size(numbers, found.table)
+        elif found.event is not None:
+            found.look()
         self._tables.move_to_end(key)
         while self._bytes > self._limit and len(self._tables) > 1:
             (_, old, _), tables = self._tables.popitem(last=False)
-            self._bytes -= sum(_size(old, table) for table in tables.values())
-        return found
+            self._bytes -= sum(_size(old, one.table) for one in tables.values())
+        return found.table
 
 
 def _size(numbers: tuple[int, ...], table: Layout | Table) -> int:
     uploaded = sum(x.nbytes for x in vars(table).values() if isinstance(x, torch.Tensor))
     return uploaded + _PER_NUMBER * len(numbers) + _PER_TABLE
+
+
+def _event_on(device: torch.device) -> Any:
+    """An event behind what was sent to ``device`` on its current stream; ``None`` on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def current_stream(device: torch.device) -> int:
