@@ -8,7 +8,9 @@ path, node id, ``-k`` or ``-m`` is as good as ``--full``.
 
 import functools
 import gc
+import json
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -199,9 +201,35 @@ def _fixed_seeds():
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory):
+def once(tmp_path_factory):
+    """A function: ``once(name, make)`` is what ``make()`` returned in the first process to ask.
+
+    The processes of pytest-xdist share it, as JSON.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def shared(name, make):
+        import fcntl  # not on Windows
+
+        with open(folder / f"{name}.json", "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = file.read()
+            if not text:
+                text = json.dumps(make())
+                file.write(text)
+        return json.loads(text)
+
+    return shared
+
+
+@pytest.fixture(scope="session")
+def wheel(once, tmp_path_factory):
     """The wheel of this tree."""
     from tests.clients.runner import build_wheel
 
     pytest.importorskip("build")
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+    folder = tmp_path_factory.mktemp("wheel")
+    return pathlib.Path(once("wheel", lambda: str(build_wheel(folder))))

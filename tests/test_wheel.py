@@ -48,9 +48,13 @@ def _needed(name, found):
 
 
 @pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
+def python(wheel, once, tmp_path_factory):
     """The Python of an environment with the wheel."""
     folder = tmp_path_factory.mktemp("bare")
+    return pathlib.Path(once("bare", lambda: str(_environment(wheel, folder))))
+
+
+def _environment(wheel, folder):
     venv.create(folder / "env", with_pip=False)
     (packages,) = (folder / "env").glob("lib/python*/site-packages")
     found = {}
@@ -64,7 +68,8 @@ def python(wheel, tmp_path_factory):
         (packages / entry.name).symlink_to(entry)
     path = folder / "env/bin/python"
     words = [sys.executable, "-m", "pip", "--python", path, "install", "--quiet", "--no-deps"]
-    subprocess.run([*words, "--no-index", "--disable-pip-version-check", wheel], check=True)
+    words += ["--no-compile", "--no-index", "--disable-pip-version-check", wheel]
+    subprocess.run(words, check=True)
     return path
 
 

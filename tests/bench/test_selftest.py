@@ -161,7 +161,7 @@ def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch, capsys):
 def test_a_check_that_raises_is_a_failed_check_and_not_the_end(tmp_path, monkeypatch, capsys):
     names = {op.name: op for op in ops.CHECKED}
     failing = dataclasses.replace(names["cross_entropy"], ours=_raising, dtypes=("fp32",))
-    linear = names["linear_cross_entropy, in chunks"]
+    linear = dataclasses.replace(names["linear_cross_entropy, in chunks"], dtypes=("fp32",))
     monkeypatch.setattr(ops, "CHECKED", [failing, linear])
     assert _selftest(tmp_path / "f.json", "--only", "cross entropy") == 1
     content = _read(tmp_path / "f.json")
