@@ -167,6 +167,8 @@ def test_python_m_apex_and_a_reader_that_goes_away():
 
 PIPE_PROBE = """
 import runpy, sys
+from apex.bench.info import speeds
+speeds.SIZES, speeds.SECONDS = {"cpu": (8, 1)}, 0
 sys.argv = ["apex", "info", "--json"]
 runpy.run_module("apex", run_name="__main__")
 """
