@@ -7,6 +7,7 @@ import. Processes whose start or end is what a test is about are started as user
 import atexit
 import contextlib
 import functools
+import multiprocessing
 import os
 import pathlib
 import runpy
@@ -67,6 +68,7 @@ def _start(words, folder, environment, forks, *files):
     os.environ.update(environment)
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    multiprocessing.set_start_method(None, force=True)  # this process has that of the server
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read when torch was imported
     with _forking(forks and sys.platform == "linux"):
         _program(*words)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -148,6 +149,7 @@ def test_a_loader_may_have_processes_and_a_busy_machine_is_said_at_the_start(
     assert bench(tmp_path, "loaded", "--levels", "O0", "--seeds", "1", "--lr", "1e-6") == 0
     (run,) = read(tmp_path).runs
     assert run.steps_per_epoch == 4
+    assert {*log.read_text().split()} == {multiprocessing.get_start_method()}
     assert capsys.readouterr().err.startswith("busy machine (load 9.0 on 2 cores).\n")
 
 
