@@ -56,7 +56,10 @@ print(len(names))
 
 @pytest.mark.slow
 def test_each_command_runs_or_names_all_that_is_missing_in_one_line(tmp_path):
-    """The machine is minimal, as the first lines show; else nothing here would be tested."""
+    """The machine is minimal, as the first lines show; else nothing here would be tested.
+
+    It takes 3 s and the test above 2: each has a process that imports torch in its own way.
+    """
     commands = [*cli.COMMANDS]
     code, out, errors = _run(
         f"""

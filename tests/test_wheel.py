@@ -105,6 +105,7 @@ def test_it_trains_says_what_is_there_and_warns_of_nothing(python):
 
 @pytest.mark.slow
 def test_what_an_extra_brings_is_one_line(python):
+    """It takes 2 s: the installed command imports torch."""
     code, out, errors = _run(python.parent / "apex", "bench", "--quick")
     assert (code, out) == (2, "")
     assert errors.startswith("apex bench: ")

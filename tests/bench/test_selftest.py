@@ -392,6 +392,7 @@ def _in_a_process(file, *options):
 
 @pytest.mark.slow
 def test_the_interpreter_is_chosen_where_there_is_no_gpu(tmp_path):
+    """It takes 2.5 s: only a process that has not imported Triton can choose it."""
     process = _in_a_process(tmp_path / "f.json", "--only", "rms norm, fp32, forward")
     shown, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
@@ -402,6 +403,7 @@ def test_the_interpreter_is_chosen_where_there_is_no_gpu(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_ends_it_like_ctrl_c(number, tmp_path):
+    """It takes 2 s: a real process, which a signal could end otherwise, imports torch."""
     file = tmp_path / "f.json"
     process = _in_a_process(file)
     while not file.exists() and process.poll() is None:
