@@ -388,7 +388,10 @@ def test_a_script_with_a_watch_of_its_own(command):
 
 
 def test_a_process(tmp_path):
-    """As users run it: stdout, exit code and traceback are those of python alone."""
+    """As users run it: stdout, exit code and traceback are those of python alone.
+
+    It takes 3 s: a process that imports torch and what optimizers need.
+    """
     script = tmp_path / "train.py"
     script.write_text(PLAIN + "def fail():\n    raise KeyError('end')\nfail()\n")
     done = subprocess.run(
