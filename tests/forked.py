@@ -53,7 +53,9 @@ def run(*commands, folder, environment, seconds, forks=True):
 
 
 def _end(process):
-    """End a process and those that it started, which are a group."""
+    """End a process and those that it started: a launcher ends its own, the others are a group."""
+    process.terminate()
+    process.join(20)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # it may not have made the group yet
