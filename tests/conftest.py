@@ -8,14 +8,15 @@ path, node id, ``-k`` or ``-m`` is as good as ``--full``, unless ``--quick`` is 
 
 import functools
 import gc
+import json
 import os
+import pathlib
 import random
 import signal
 import sys
 import time
 
 import pytest
-import torch
 
 # The suite is the CPU's, on every machine: kernels run in Triton's interpreter, on tensors of the
 # CPU. All this is read later than here: by CUDA when it is first asked, by Triton when a kernel is
@@ -27,18 +28,6 @@ os.environ.update(CPU_ONLY)
 # A shell's `pytest ... &` has SIGINT ignored, which programs that tests interrupt would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Tensors here are tiny: two threads gain nothing, and on a busy machine cost up to a hundred times.
-torch.set_num_threads(1)
-
-try:
-    import hypothesis
-except ModuleNotFoundError:  # on a borrowed GPU machine the rest of the suite must still run
-    pass
-else:
-    # The same examples every time, like the seeds below; no deadline, because CI machines stall.
-    hypothesis.settings.register_profile("apex", derandomize=True, deadline=None, print_blob=True)
-    hypothesis.settings.load_profile("apex")
 
 # Where one case of a function is enough in the quick selection: names that few programs use, and
 # what developers inspect kernels with.
@@ -73,13 +62,31 @@ def pytest_configure(config):
     if option.device == "cuda":
         for name, value in BEFORE.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-    if hasattr(config, "workerinput"):
-        return  # a process of xdist has the options that the first process set here
+    if hasattr(config, "workerinput"):  # a process of xdist has the options of the first process
+        _import_torch()
+        return
     by_path = config.args_source is config.ArgsSource.ARGS
     named = by_path or option.keyword or option.markexpr or option.device == "cuda"
     if not named and not option.collectonly:
         config.stash[STARTED] = time.monotonic()
     option.full = option.full or option.rest or option.all or bool(named and not option.quick)
+    if not getattr(option, "numprocesses", None):
+        _import_torch()
+
+
+def _import_torch():
+    """Prepare a process that runs tests; the first one of xdist runs none, and saves 1.5 s."""
+    import torch
+
+    # Tensors are tiny: two threads gain nothing, and on a busy machine cost up to a hundred times.
+    torch.set_num_threads(1)
+    try:
+        import hypothesis
+    except ModuleNotFoundError:  # on a borrowed GPU machine the rest of the suite must still run
+        return
+    # The same examples every time, like the seeds below; no deadline, because CI machines stall.
+    hypothesis.settings.register_profile("apex", derandomize=True, deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("apex")
 
 
 def pytest_unconfigure(config):
@@ -112,6 +119,8 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    import torch
+
     option = config.option
     often = [item for item in items if not item.get_closest_marker("exhaustive")]
     chosen = items if option.all else often
@@ -192,6 +201,8 @@ def pytest_runtest_setup():
 
 @pytest.fixture(autouse=True)
 def _fixed_seeds():
+    import torch
+
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
@@ -199,9 +210,35 @@ def _fixed_seeds():
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory):
+def once(tmp_path_factory):
+    """A function: ``once(name, make)`` is what ``make()`` returned in the first process to ask.
+
+    The processes of pytest-xdist share it, as JSON.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def shared(name, make):
+        import fcntl  # not on Windows
+
+        with open(folder / f"{name}.json", "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = file.read()
+            if not text:
+                text = json.dumps(make())
+                file.write(text)
+        return json.loads(text)
+
+    return shared
+
+
+@pytest.fixture(scope="session")
+def wheel(once, tmp_path_factory):
     """The wheel of this tree."""
     from tests.clients.runner import build_wheel
 
     pytest.importorskip("build")
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+    folder = tmp_path_factory.mktemp("wheel")
+    return pathlib.Path(once("wheel", lambda: str(build_wheel(folder))))

@@ -127,14 +127,14 @@ def troubled(batches=(128, 512)):
     return report(cells, runs, target=97.0)
 
 
-def on_gpu(**changes):
+def on_gpu(batches=(128, 512), **changes):
     """Two tasks on a GPU, O0 with TF32 off and on, and what only a GPU tells."""
     pairs = [("O0", False), ("O0", True), ("O1", True), ("O4", True), ("native-bf16", True)]
     cells = [
         cell(level, batch, seed, tf32=tf32, task=task, **changes)
         for seed in range(3)
         for task in ("digits-cnn", "bert-tiny")
-        for batch in (128, 512)
+        for batch in batches
         for level, tf32 in pairs
     ]
     quality = {"bert-tiny": {"accuracy": (), "test_loss": ()}, "digits-cnn": {}}

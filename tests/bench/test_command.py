@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -38,7 +39,7 @@ def bench(out, task, *options):
 
 
 def slow(tmp_path):
-    """The command line of three groups of a second each."""
+    """The command line of three groups of a second each, in which they sleep."""
     words = ["bench", "--task", f"{TASKS}:slow", "--device", "cpu", "--levels", "O0", "--batch"]
     return [*words, "8", "--seeds", "3", "--epochs", "1", "--out", str(tmp_path / "out")]
 
@@ -75,6 +76,7 @@ def test_the_levels_of_a_seed_share_a_process_and_are_trained_once(tmp_path, log
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
 def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log, capsys):
+    """It takes 5 s, as the next one: the command and its fork server each import torch."""
     words = slow(tmp_path)
     process = subprocess.Popen([sys.executable, "-m", "apex", *words], env=dict(os.environ))
     cells = tmp_path / "out" / "cells"
@@ -148,6 +150,7 @@ def test_a_loader_may_have_processes_and_a_busy_machine_is_said_at_the_start(
     assert bench(tmp_path, "loaded", "--levels", "O0", "--seeds", "1", "--lr", "1e-6") == 0
     (run,) = read(tmp_path).runs
     assert run.steps_per_epoch == 4
+    assert {*log.read_text().split()} == {multiprocessing.get_start_method()}
     assert capsys.readouterr().err.startswith("busy machine (load 9.0 on 2 cores).\n")
 
 

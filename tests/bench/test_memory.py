@@ -73,6 +73,7 @@ def test_a_device_that_nobody_can_watch_has_no_measurement():
 
 @pytest.mark.slow
 def test_nothing_is_said_and_the_environment_is_left_alone():
+    """It takes 2.5 s: a process that imports torch and its profiler."""
     code = """
 import os, torch
 from apex.bench import memory

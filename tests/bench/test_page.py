@@ -54,10 +54,10 @@ def _write(of, folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The page of a report with trouble, and what it was made of."""
-    folder = tmp_path_factory.mktemp("page")
-    _write(made.troubled(), folder)
+def folder(troubled, tmp_path_factory):
+    """The page of a report with trouble."""
+    folder, of = tmp_path_factory.mktemp("page"), made.troubled()
+    page.write(of, verdicts(of), troubled.drawn, folder / "report.html")
     return folder
 
 
@@ -121,7 +121,8 @@ def test_no_table_has_more_columns_than_fit(text):
 
 @pytest.mark.slow
 def test_with_one_batch_size_speed_and_time_are_not_there_twice(tmp_path):
-    text = _write(made.report(), tmp_path)
+    cells = [made.cell(level, seed=seed) for level in ("O0", "O1") for seed in range(3)]
+    text = _write(made.report(cells), tmp_path)
     assert re.findall(r'<figure id="plot-([\w-]+)"', text) == ["overview", "loss", "scale"]
     assert (tmp_path / "time.png").exists()
 
@@ -143,10 +144,14 @@ def test_the_raw_results_are_in_it_to_the_last_bit(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_hostile_names_and_errors_are_only_text(tmp_path):
-    cells = [made.cell(level, task=HOSTILE) for level in ("O0", "O1", "O4")]
-    runs = [made.run(cells[0]), made.run(cells[1], status="failed", error=f"ValueError: {HOSTILE}")]
-    of = made.report(cells, runs, notes={"time": HOSTILE}, environment={**made.CPU, "x": HOSTILE})
+def test_hostile_names_and_errors_are_only_text_and_marks_are_once_at_the_top(tmp_path):
+    """The run is quick, incomplete, and was beside other work; to draw it takes 2 s."""
+    levels = ("O0", "O1", "O4", "O5")
+    cells = [made.cell(level, task=HOSTILE, quick=True) for level in levels]
+    failed = made.run(cells[1], status="failed", error=f"ValueError: {HOSTILE}")
+    busy = "busy machine (load 3.0 on 2 cores): do not trust the times"
+    around = {"notes": {"time": HOSTILE}, "environment": {**made.CPU, "x": HOSTILE}, "busy": busy}
+    of = made.report(cells, [made.run(cells[0]), failed, made.run(cells[2])], **around)
     text = _write(of, tmp_path)
     elements = Elements(text)
     assert elements.tags.count("script") == 2
@@ -155,15 +160,8 @@ def test_hostile_names_and_errors_are_only_text(tmp_path):
     assert HOSTILE in elements.text["h1"][0]
     [raw] = re.findall(r'id="raw">(.*?)</script>', text, re.DOTALL)
     assert json.loads(raw)["plan"][0]["task"] == HOSTILE
-
-
-@pytest.mark.slow
-def test_incomplete_and_quick_are_marked_once_at_the_top(tmp_path):
-    cells = [made.cell(level, quick=True) for level in ("O0", "O4")]
-    busy = "busy machine (load 3.0 on 2 cores): do not trust the times"
-    text = _write(made.report(cells, [made.run(cells[0])], busy=busy), tmp_path)
     for mark in (
-        "INCOMPLETE: 1 of 2 runs", "QUICK", "do not quote its numbers", "BUSY MACHINE (load 3.0",
+        "INCOMPLETE: 3 of 4 runs", "QUICK", "do not quote its numbers", "BUSY MACHINE (load 3.0",
     ):  # fmt: skip
         assert text.count(mark) == 1
         assert mark in text[: text.index("<main>")]

@@ -1,5 +1,6 @@
 """A user's tasks for the tests of `apex bench`: what each training does is told by its name."""
 
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -64,9 +65,11 @@ class Troubled(Regression):
 
 
 class Loaded(Regression):
-    """Its batches come from a process of a DataLoader's."""
+    """Its batches come from a process of a DataLoader's. Leaves a line with how that starts."""
 
     def loader(self, batch_size, seed):
+        with LOG.open("a") as log:
+            log.write(f"{multiprocessing.get_start_method()}\n")
         data = [(torch.ones(FEATURES) * i, torch.ones(1) * i) for i in range(32)]
         return torch.utils.data.DataLoader(data, batch_size, num_workers=1, drop_last=True)
 

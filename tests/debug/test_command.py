@@ -395,6 +395,7 @@ def test_a_process(tmp_path):
     """As users run it: stdout, exit code and traceback are those of python alone.
 
     torch is imported by the script and not before, so it reads what the script has set.
+    It takes 3 s: a process that imports torch and what optimizers need.
     """
     script = tmp_path / "train.py"
     threads = "import os\nos.environ['OMP_NUM_THREADS'] = '1'\n"

@@ -38,6 +38,7 @@ def read(path):
 
 @pytest.mark.slow
 def test_it_learns(capsys, tmp_path):
+    """It takes 2.5 s: so many steps until the scores are apart."""
     main_amp.main(LEARNING.split())
     lines = capsys.readouterr().out.splitlines()
     real, *scores = (

@@ -5,13 +5,11 @@ import gzip
 import os
 import re
 import socket
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 
+from tests import forked
 from tests.examples.imported import EXAMPLES, programs
 from tests.ranks import without_gloo
 
@@ -34,23 +32,10 @@ def run(*commands):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    own = {"OMP_NUM_THREADS": "1", "MASTER_PORT": port, "PYTHONPATH": os.pathsep.join(sys.path)}
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [
-        subprocess.Popen([sys.executable, *words], cwd=FOLDER, env={**inherited, **own}, **streams)
-        for words in commands
-    ]
-    end = time.monotonic() + SECONDS
-    try:
-        found = [process.communicate(timeout=end - time.monotonic()) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [
-        (process.returncode, without_gloo(out), errors)
-        for process, (out, errors) in zip(started, found, strict=True)
-    ]
+    own = {**inherited, "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
+    done = forked.run(*commands, folder=FOLDER, environment=own, seconds=SECONDS)
+    return [(code, without_gloo(out), errors) for code, out, errors in done]
 
 
 def without_time(text):
@@ -71,15 +56,29 @@ def test_one_device():
     assert re.fullmatch(LINES, out)
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The digits as MNIST's files, for which a process needs neither scikit-learn nor a second."""
+    folder, (data,) = tmp_path_factory.mktemp("digits"), programs("mnist", "data")
+    for part, names in zip(data.load(limit=800), (data.FILES[:2], data.FILES[2:]), strict=True):
+        for values, name in zip(part.tensors, names, strict=True):
+            values = (values.squeeze(1) * 255 if values.is_floating_point() else values).byte()
+            sizes = b"".join(size.to_bytes(4, "big") for size in values.shape)
+            (folder / name).write_bytes(
+                bytes([0, 0, 8, values.ndim]) + sizes + bytes(values.numpy())
+            )
+    return ["--data", str(folder)]
+
+
 MIXED = ["mnist-mixed.py", *TINY, "800"]
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_mixed_precision_on_two_processes():
-    """Rank 0 evaluates alone."""
-    [(code, out, _)] = run([*LAUNCHER, *MIXED])
+def test_mixed_precision_on_two_processes(files):
+    """Rank 0 evaluates alone. Of 2.5 s most are 100 steps on two ranks, what it needs to learn."""
+    [(code, out, _)] = run([*LAUNCHER, *MIXED, *files])
     assert code == 0
     assert "Selected optimization level O2" in out
     assert accuracy(out) > 30
@@ -97,9 +96,9 @@ def test_it_is_the_same_training_if_torchrun_starts_the_processes():
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_machines():
+def test_two_machines(files):
     """Only rank 0 writes. test_who_starts_what has machines of several processes."""
-    words = ["mnist-distributed.py", *TINY, "800", "-n", "2", "-g", "1", "-nr"]
+    words = ["mnist-distributed.py", *TINY, "800", "-n", "2", "-g", "1", *files, "-nr"]
     (code, out, errors), second = run([*words, "0"], [*words, "1"])
     assert (code, errors) == (0, "")
     assert accuracy(out) > 30

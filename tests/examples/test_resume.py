@@ -1,6 +1,6 @@
 """The example that may be killed at any moment, killed at its worst ones.
 
-``SITTER`` imports torch once and then, for each line of orders, forks a child that runs the
+``SITTER`` has imported torch and then, for each line of orders, forks a child that runs the
 example and kills itself with SIGKILL at the moment ordered. No moment is a matter of luck: it is
 the n-th call of a function, or the n-th byte of a file.
 """
@@ -10,13 +10,13 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from tests.checkpoints import assert_equal
+from tests.ranks import processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resume" / "train.py"
@@ -89,32 +89,33 @@ for line in sys.stdin:
 """
 
 
-def environment():
-    # no GPU: its context does not outlive a fork
-    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(sys.path)}
+def _sit(pipe):
+    for stream in (0, 1):
+        os.dup2(pipe.fileno(), stream)
+    sys.stdin, sys.argv = os.fdopen(0), ["", str(EXAMPLE)]
+    exec(SITTER, {"__name__": "__main__"})
 
 
 @pytest.fixture(scope="module")
 def run():
     """Run the example in a child that dies at ``moment``; give back how it ended."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SITTER, str(EXAMPLE)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as sitter:
-        assert sitter.stdout.readline() == "ready\n"
+    context = processes()
+    pipe, theirs = context.Pipe()
+    sitter = context.Process(target=_sit, args=(theirs,))
+    sitter.start()
+    theirs.close()
+    said, orders = (os.fdopen(pipe.fileno(), mode, closefd=False) for mode in ("r", "w"))
+    assert said.readline() == "ready\n"
 
-        def order(path, level, moment=None):
-            words = [str(path), "--opt-level", level, *SHORT]
-            sitter.stdin.write(json.dumps([words, moment]) + "\n")
-            sitter.stdin.flush()
-            return int(sitter.stdout.readline())
+    def order(path, level, moment=None):
+        words = [str(path), "--opt-level", level, *SHORT]
+        orders.write(json.dumps([words, moment]) + "\n")
+        orders.flush()
+        return int(said.readline())
 
-        yield order
-        sitter.stdin.close()
+    yield order
+    pipe.close()
+    sitter.join()
 
 
 def load(path):

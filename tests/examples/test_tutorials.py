@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import runpy
-import subprocess
 import sys
 from collections import Counter
 
@@ -17,6 +16,7 @@ import torch
 
 from apex import amp
 from apex.amp import _speech
+from tests import forked
 from tests.ranks import without_gloo
 from tests.tolerance import (
     O1_REGRESSION,
@@ -275,11 +275,10 @@ def test_steps_of_the_regression(run):
 def test_t5_ddp_without_amp():
     """As its docstring says: two processes by the launcher; rank 0 prints one line."""
     words = ["-m", "apex.parallel.multiproc", "--world-size", "2", "t5_ddp_without_amp.py"]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    options = {"cwd": FOLDER, "env": {**os.environ, **own}, "timeout": SECONDS}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stderr
-    out = without_gloo(done.stdout)
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
+    [(code, out, errors)] = forked.run(words, folder=FOLDER, environment=own, seconds=SECONDS)
+    assert code == 0, errors
+    out = without_gloo(out)
     [(processes, first, last)] = numbers(
         r"(\d) processes on cpu: loss of rank 0 (.+) -> (.+);", out
     )

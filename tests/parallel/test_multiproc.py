@@ -3,12 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
 
 from apex.parallel import multiproc
+from tests import forked
 from tests.ranks import without_gloo
 
 SECONDS = 300  # a process that does not end fails the test
@@ -89,19 +89,16 @@ def folder(tmp_path):
 
 
 def run(folder, *words, **variables):
-    """Run the command in ``folder``; its exit code, sorted lines of output, and errors."""
+    """Run the command in ``folder``; its exit code, sorted lines of output, and errors.
+
+    Its process is forked from one that has imported torch; the scripts are started.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    done = subprocess.run(
-        [sys.executable, "-m", "apex.parallel.multiproc", *words],
-        cwd=folder,
-        env={**inherited, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    return done.returncode, sorted(without_gloo(done.stdout).splitlines()), done.stderr
+    environment = {**inherited, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    command = ["-m", "apex.parallel.multiproc", *words]
+    options = {"environment": environment, "seconds": SECONDS, "forks": False}
+    [(code, out, errors)] = forked.run(command, folder=folder, **options)
+    return code, sorted(without_gloo(out).splitlines()), errors
 
 
 @pytest.mark.dist
@@ -122,6 +119,7 @@ def test_a_script_of_2018(folder):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_script_that_meets_at_an_address_of_its_own(folder):
+    """Most of its 4 s are two imports of torch; here ranks start and end as real ones do."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -130,7 +128,6 @@ def test_a_script_that_meets_at_an_address_of_its_own(folder):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_script_that_declares_only_local_rank(folder):
     """The number of processes may stand behind its name; it is no argument of the script."""
     code, shown, errors = run(folder, "with_local_rank.py", "--world-size", "2")
@@ -139,7 +136,6 @@ def test_a_script_that_declares_only_local_rank(folder):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_script_that_reads_the_environment(folder):
     code, shown, errors = run(folder, "--world-size", "2", "of_today.py", "--name", "a b")
     assert code == 128 + signal.SIGKILL
@@ -149,7 +145,6 @@ def test_a_script_that_reads_the_environment(folder):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there is no exec")
-@pytest.mark.slow
 def test_a_process_that_srun_started(folder):
     """The script takes the place of the launcher; it has torchrun's variables."""
     code, shown, errors = run(folder, "of_today.py", **SRUN)

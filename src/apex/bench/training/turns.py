@@ -35,6 +35,7 @@ TURN_MS = 50.0  # a turn of the fastest level lasts as long at least
 MOST = 64  # steps of a turn
 TOO_SLOW = 2.0  # times O0's step: levels that a budget may stop
 INFERENCES = 6  # rounds
+COMPILATIONS = 64  # of one function, with --compile
 
 
 def train(
@@ -58,7 +59,7 @@ def train(
         torch.compiler.reset()
         # Past Dynamo's limit, 8, a model goes on uncompiled, in silence.
         config: Any = torch._dynamo.config
-        with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        with config.patch(recompile_limit=COMPILATIONS, fail_on_recompile_limit_hit=True):
             return Turns(cells, task, device, on_progress, budget_s).run()
     return Turns(cells, task, device, on_progress, budget_s).run()
 

@@ -86,6 +86,8 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     # A daemon ends with its parent, and may have no children: a DataLoader's workers are such.
     multiprocessing.current_process().daemon = False
+    # They start as in the user's program. As this process did, each would import torch, each epoch.
+    multiprocessing.set_start_method(None, force=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what a task prints must not stand between the lines of the parent's report
     try:
