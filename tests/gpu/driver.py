@@ -26,7 +26,7 @@ from tests.gpu import arithmetic
 from tests.gpu.machine import Launch
 from tests.gpu.memory import Counters, Fault
 from tests.gpu.translation import Code
-from tests.kernels.driver import LARGEST_GRID, Hopper
+from tests.kernels.driver import LARGEST_GRID, Hopper, without_machine_code
 
 LISTS = ("list_kernel", "held_kernel", "segment_kernel")  # promise the bits of their definition
 FLOATS = {"fp32": "f4", "fp64": "f8"}
@@ -136,7 +136,11 @@ def gpu(*, count=False, seed=0):
     driver.set_active(Driver())
     knobs.runtime.kernel_load_start_hook.add(_loading)
     try:
-        with mock.patch.object(TableCache, "of_launch", of_launch), _runtime.use("triton"):
+        with (
+            mock.patch.object(knobs.runtime, "add_stages_inspection_hook", without_machine_code),
+            mock.patch.object(TableCache, "of_launch", of_launch),
+            _runtime.use("triton"),
+        ):
             yield running
     finally:
         knobs.runtime.kernel_load_start_hook.remove(_loading)

@@ -1,7 +1,8 @@
 """Every kernel as it is compiled for a GPU, executed; see driver.py.
 
 Results are those of the definition. Lists have its bits, and those of Triton's interpreter, but
-where sums of many numbers enter: their order is the compiler's.
+where sums of many numbers enter: their order is the compiler's. What takes time is compiling: a
+quarter of a second for each kernel, 72 of them in the trainings.
 """
 
 from unittest import mock

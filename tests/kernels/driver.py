@@ -42,3 +42,15 @@ class Hopper:
 
     def get_current_stream(self, device):
         return 0
+
+
+def without_machine_code(backend=None, stages=None, *_):
+    """Triton's hook: leave out ptxas, whose code is not run here; a third of the time.
+
+    ptxas compiles all kernels in test_compiled.py. What is made with the hook has keys of its own
+    in Triton's cache.
+    """
+    if stages is None:
+        return "without machine code", "without machine code"
+    stages["cubin"] = lambda ptx, metadata: b""
+    return None
