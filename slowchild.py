@@ -1,2 +1,0 @@
-import os, time, threading
-def pytest_runtest_teardown(item): pass
