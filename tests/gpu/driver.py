@@ -137,7 +137,9 @@ def gpu(*, count=False, seed=0):
     knobs.runtime.kernel_load_start_hook.add(_loading)
     try:
         with (
-            mock.patch.object(knobs.runtime, "add_stages_inspection_hook", without_machine_code),
+            mock.patch.object(
+                knobs.runtime, "add_stages_inspection_hook", without_machine_code, create=True
+            ),
             mock.patch.object(TableCache, "of_launch", of_launch),
             _runtime.use("triton"),
         ):

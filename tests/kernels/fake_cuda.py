@@ -267,7 +267,7 @@ def fake_cuda():
         mock.patch.object(torch.accelerator, "is_available", return_value=True),
         mock.patch.object(fake_tensor, "init_gpu_context"),  # torch 2.9 asks for a device there
         mock.patch.object(torch.Tensor, "data_ptr", _address),
-        mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _only_checked),
+        mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _only_checked, create=True),
         mock.patch.object(llvm, "optimize_module"),
         Pinning(devices),
         Watch(devices, log),
