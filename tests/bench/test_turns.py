@@ -489,6 +489,7 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize(("epochs", "status"), [(12, "ok"), (20, "failed")])
+@pytest.mark.slow
 def test_compiled_levels_do_not_fall_back_in_silence(monkeypatch, epochs, status):
     """Past Dynamo's limit of 8 compilations all is compiled, past our own the level fails."""
     compiled = []

@@ -17,6 +17,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("function", FAULTS)
+@pytest.mark.slow
 def test_a_planted_fault_is_found(function):
     with pytest.raises(Fault, match=FAULTS[function]):
         call(planted.running, function)

@@ -280,6 +280,7 @@ def test_no_operation_is_left_out():
 
 @every_path
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # opcheck of torch 2.14
+@pytest.mark.slow
 def test_opcheck(case, path):
     tensors = case.tensors((6, 10))
     torch.library.opcheck(case.op.operator, case.arguments(*tensors))

@@ -915,6 +915,7 @@ def test_closures_hooks_and_schedulers(make):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
 @every
+@pytest.mark.slow
 def test_a_training_step_that_is_compiled(make):
     """The step itself is a graph break."""
     results = []
