@@ -89,7 +89,7 @@ OPERATIONS = {  # how often, and arguments
     "clip": (1, NUMBERS, ["norm", "value"], [0.75, 8.0]),
     "read": (1, ["master_params", "model", "amp", "optimizer"]),
     "write": (1, NAMES, [0.5, -0.25]),
-    "step": (4, NUMBERS),
+    "step": (4, NUMBERS, YES),  # and whether gradients of a skipped one are cleared
     "zero_grad": (1, NUMBERS, YES),
     "zero_model": (1,),
     "edit": (1, NAMES),
@@ -225,7 +225,7 @@ class Sequence:
         with torch.no_grad():
             self.of(name).copy_(new)
 
-    def step(self, number):
+    def step(self, number, clears=False):
         number %= len(self.optimizers)
         if self.is_open([number]):
             return
@@ -236,7 +236,7 @@ class Sequence:
         skipped = self.hand.step(number)
         assert self.device == "meta" or amp.stepped(optimizer) == (not skipped)
         self.compare(stepped=True)
-        if skipped or self.by_contract:
+        if (skipped and clears) or self.by_contract:
             self.zero_grad(number, True)
 
     def zero_grad(self, number, to_none):

@@ -36,15 +36,17 @@ class Reference:
     ``kept`` are unscaled gradients of what is stepped. ``new`` is what backward has left on weights
     in an open or delayed pass, scaled, or on 16-bit ones outside of a block; ``bare`` is the latter
     during a pass. ``this`` is the open or delayed pass of each optimizer, ``passes`` those since
-    its last step, ``waiting`` the optimizers that have yet to step on a gradient. ``shown`` are
-    16-bit weights that still have a gradient that is kept, until a forward; ``cleared`` those where
-    the program has cleared it, so that what is kept goes too.
+    its last step, ``left`` those of a skipped one whose gradients may be there, ``waiting`` the
+    optimizers that have yet to step on a gradient. ``shown`` are 16-bit weights that still have a
+    gradient that is kept, until a forward; ``cleared`` those where the program has cleared it, so
+    that what is kept goes too.
     """
 
     def __init__(self, weights, masters, owned, scales):
         self.weights, self.masters, self.owned, self.scales = weights, masters, owned, scales
         self.kept, self.new, self.bare, self.waiting = {}, {}, {}, {}
-        self.this, self.passes = [None for _ in owned], [[] for _ in owned]
+        self.this = [None for _ in owned]
+        self.passes, self.left = [[] for _ in owned], [[] for _ in owned]
         self.shown, self.cleared = set(), set()
 
     def names(self, who):
@@ -70,6 +72,7 @@ class Reference:
         for number in who:
             if not {*self.kept, *self.new} & {*self.owned[number]}:
                 self.passes[number] = []  # the program has cleared the gradients
+            self.drop_left(number)
             self.this[number] = this
         self.bare.update({n: self.new.pop(n) for n in this.names if n in self.new})
         self.shown -= {*this.names}
@@ -79,6 +82,22 @@ class Reference:
         self.take_over(self.masters)
         self.drop(self.weights)
         self.shown.clear()
+        for number in range(len(self.owned)):
+            self.forget_left(number)
+
+    def forget_left(self, number):
+        """Forget a skipped step if the program has cleared its gradients."""
+        names = {*self.owned[number]}
+        open_names = {n for other in self.owners(names) if (p := self.this[other]) for n in p.names}
+        is_stashed = open_names & {*self.bare, *({*self.kept} - {*self.masters})}
+        if not is_stashed and not names & {*self.kept, *self.new, *self.shown}:
+            self.left[number] = []
+
+    def drop_left(self, number):
+        if any(this.bad for this in self.left[number]):
+            for name in {*self.owned[number]} & {*self.kept}:
+                self.kept[name] = torch.zeros_like(self.kept[name])
+        self.left[number] = []
 
     def take_over(self, names):
         """Masters take what was written into their weights."""
@@ -148,8 +167,10 @@ class Reference:
 
     def step(self, number):
         self.collect(number)
-        passes, self.passes[number] = self.passes[number], []
+        self.forget_left(number)
+        passes = self.left[number] + self.passes[number]
         skip = any(this.bad for this in passes)
+        self.left[number], self.passes[number] = passes if skip else [], []
         for this in passes:
             if not skip and this.counted == this.scale.steps:  # no other step has counted it
                 this.scale.count()
@@ -166,7 +187,7 @@ class Reference:
 
     def zero_grad(self, number):
         self.settle([number])
-        self.passes[number] = []
+        self.left[number], self.passes[number] = [], []
         for name in self.owned[number]:
             for grads in (self.kept, self.new, self.bare):
                 grads.pop(name, None)
@@ -182,6 +203,17 @@ class Case(Sequence):
     """Compared with :class:`Reference`."""
 
     reference = Reference
+
+
+class InBuffers(Case):
+    """Before a block, gradients of float32 weights are parts of larger tensors."""
+
+    def open(self, *arguments):
+        for weight in self.model.parameters():
+            if weight.grad is not None and weight.dtype == torch.float32:
+                buffer = torch.cat([weight.grad.flatten(), torch.ones(1)])
+                weight.grad = buffer[:-1].view(weight.shape)
+        super().open(*arguments)
 
 
 CASES = [  # float32 weights: static, dynamic, without a scale; masters of both types
@@ -208,6 +240,12 @@ def fused_sgd(params):
 @cases
 def test_every_sequence_gives_what_the_reference_gives(case, kind):
     check(lambda operations: Case(*case, kind, sgd).run(operations), f"{case}{kind}", 15)
+
+
+@kinds
+@pytest.mark.parametrize("case", [("O0", 128.0), *DYNAMIC], ids=str)
+def test_gradients_in_buffers_give_the_same(case, kind):
+    check(lambda operations: InBuffers(*case, kind, sgd).run(operations), f"{case}{kind} parts", 4)
 
 
 @pytest.mark.exhaustive
@@ -239,6 +277,27 @@ def test_rare_sequences(case, name, fused):
     with _runtime.use("reference"):
         sequence = Case(*case, "one" if fused else "two", fused_sgd, fused=fused)
         sequence.run([*RARE[name], ("step", 0), ("step", 1)])
+
+
+AFTER_A_SKIP = {  # what random sequences seldom contain; 1 shares a weight with 0
+    "cleared by the model, then a backward outside of a block": [
+        *(("step", 0, False), ("zero_model",), ("bare", (0,), 0.5), ("step", 0, False)),
+    ],
+    "a forward while the other optimizer has put the gradient aside": [
+        *(("step", 1, False), ("open", (0,), 0, 1.0, False, False), ("bare", (0,), 0.5)),
+        *(("backward", None), ("close",), ("step", 1, False)),
+    ],
+    "the other optimizer's turn": [
+        *(("step", 0, False), *one_pass((1,)), ("step", 1, False), *one_pass(), ("step", 0, False)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", AFTER_A_SKIP)
+@dynamic
+def test_rare_sequences_after_a_skip(case, name):
+    sequence = Case(*case, "shared", sgd)
+    sequence.run([*one_pass(spoiled="linear"), *AFTER_A_SKIP[name]])
 
 
 @kinds

@@ -26,7 +26,9 @@ from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.overflow import Overflow
-from apex.amp.gradients.parameters import Parameters, StepCheck
+from apex.amp.gradients.parameters import Parameters
+from apex.amp.gradients.step_checks import ModelCheck, StepCheck
+from apex.amp.policy import HALF_TYPES
 from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
 from apex.ops.lists.storage import ScaledStep
@@ -70,6 +72,8 @@ class OptimizerState:
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
         needs_check = use_masters and not self._is_fused
         self._step_check = StepCheck(optimizer, params) if needs_check else None
+        casts_model = training.properties.cast_model_type in HALF_TYPES
+        self._model_check = ModelCheck(optimizer, training) if casts_model else None
         self._is_stepping = self._inner_is_skipped = False
         self.observer: Any = None  # a watch of apex.debug
         params.sync(full)
@@ -86,8 +90,7 @@ class OptimizerState:
 
     def _find_models_and_owners(self) -> None:
         self.training.find_shared()
-        records, is_all = self.training.records_of(self.params.targets)
-        self.ledger.records, self.ledger.belongs_to_models = records, is_all
+        self.ledger.records, self.ledger.outside = self.training.records_of(self.params.targets)
 
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
@@ -167,14 +170,17 @@ class OptimizerState:
             ledger.unscale_delayed()
         options = ledger.take_for_step()
         is_fused = options is not None
-        passes = ledger.passes if is_fused else self._collect()
-        ledger.passes = []
+        if not is_fused:
+            self._collect()
+        is_new, passes = bool(ledger.passes), ledger.passes_of_step()
         noop = None
         if passes and self.observer is None and self._can_defer(passes):
-            noop = self.overflow.defer(passes)
+            noop = self.overflow.defer(passes, is_new=is_new)
+            ledger.leave(passes)
         else:
-            report = self._read(passes)
+            report = self._read(passes, is_new=is_new)
             if report is not None:
+                ledger.leave(passes)
                 self._skip(report, passes, is_fused=is_fused)
                 return None
         if options is not None:
@@ -193,15 +199,19 @@ class OptimizerState:
             self._after_step(copied=copied)
         return result
 
-    def _read(self, passes: list[Pass]) -> overflows.Report | None:
-        """Let the host decide whether to skip, and tell a watch before gradients are freed."""
-        report = self.overflow.read(passes)
-        if self.observer is not None and passes and self.can_skip():
-            self.observer.stepped(self._optimizer(), report is not None, float(passes[0].scale))
+    def _read(self, passes: list[Pass], *, is_new: bool) -> overflows.Report | None:
+        """Let the host decide whether to skip, and tell a watch before gradients are freed.
+
+        A watch has seen what is not ``is_new``: gradients of a step that was skipped before.
+        """
+        report = self.overflow.read(passes, is_new=is_new)
+        if self.observer is not None and is_new and self.can_skip():
+            scale = float(passes[0 if report is None else report.place].scale)
+            self.observer.stepped(self._optimizer(), report is not None, scale)
         return report
 
-    def _collect(self) -> list[Pass]:
-        """Bring gradients to where the step looks for them; the passes that they are of."""
+    def _collect(self) -> None:
+        """Bring gradients to where the step looks for them."""
         ledger = self.ledger
         ledger.collect()
         if ledger.passes:
@@ -209,7 +219,6 @@ class OptimizerState:
         elif not self.use_masters:  # of O3, whose weights may have entries of a state_dict
             for record in ledger.records:
                 record.reconcile()
-        return ledger.passes
 
     def _has_pre_hooks(self) -> bool:
         hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
@@ -249,6 +258,8 @@ class OptimizerState:
             check = None  # the watch has skipped the step
         if check is not None and check.end(self.training.properties.opt_level):
             self._step_check = None
+        if self._model_check is not None and (self.ledger.records or self._model_check.end()):
+            self._model_check = None
         return result
 
     def _refuse_step(self, *, has_closure: bool) -> None:
@@ -308,9 +319,9 @@ class OptimizerState:
                 "masters are written to the model. Call step(closure) of the object that was "
                 "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
-        passes = self._collect()
-        self.ledger.passes = []
-        report = self._read(passes)
+        self._collect()
+        is_new, passes = bool(self.ledger.passes), self.ledger.passes_of_step()
+        report = self._read(passes, is_new=is_new)
         self._inner_is_skipped = report is not None
         if report is None:
             return
@@ -332,7 +343,7 @@ class OptimizerState:
                 setattr(one, "_opt_called", True)  # noqa: B010  # torch's types have no such name
         message = None
         if report.skipped >= self.overflow.limit:
-            loss = next(one.loss for one in passes if one.index == report.loss_id)
+            loss = passes[report.place].loss
             message = overflows.describe_dead_training(self.ledger, report, loss)
             watched = self.observer.sentence() if self.observer is not None else ""
             message += f" {watched or overflows.HOW_TO_WATCH}"

@@ -167,7 +167,7 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
                 "params, create_graph=True); grads = [g.float() / scale for g in grads]. Add the "
                 "penalty on them to the loss that goes through amp.scale_loss."
             )
-        if self._reached == [] and self._is_root and any([grad is not None for grad in grads]):
+        if self._reached == [] and self._is_root and this.has_written():
             warnings.warn(
                 "amp.scale_loss: gradients were computed in the block, and not of the scaled loss. "
                 "They are divided by the loss scale all the same, so the step hardly changes the "

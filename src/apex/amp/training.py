@@ -92,8 +92,8 @@ class Training:
                 owners.setdefault(id(param), set()).add(id(ledger))
         self.shared = {param: ids for param, ids in owners.items() if len(ids) > 1}
 
-    def records_of(self, weights: Sequence[torch.Tensor]) -> tuple[list[Any], bool]:
-        """The records of the models that ``weights`` belong to, and whether all belong to one."""
+    def records_of(self, weights: Sequence[torch.Tensor]) -> tuple[list[Any], frozenset[int]]:
+        """The records of the models that ``weights`` belong to, and ids of those of no model."""
         ids, found, records = set(map(id, weights)), set(), []
         for reference, record in self._models:
             model = reference()
@@ -101,7 +101,15 @@ class Training:
             if mine:
                 records.append(record())
                 found |= mine
-        return records, found == ids
+        return records, frozenset(ids - found)
+
+    def weights_without_optimizer(self) -> list[torch.Tensor]:
+        """The weights of the models of which no optimizer that amp manages has any."""
+        states = [optimizer._amp_stash for optimizer in list(managed)]
+        stepped = set[int]().union(*[state.params.ids for state in states])
+        models = [model for reference, _ in self._models if (model := reference()) is not None]
+        weights = [list(model.parameters()) for model in models]
+        return [w for own in weights if stepped.isdisjoint(map(id, own)) for w in own]
 
     def is_over(self) -> bool:
         """Whether none of its optimizers, or of its models where it has none, is left to amp."""

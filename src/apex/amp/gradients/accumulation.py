@@ -1,4 +1,4 @@
-"""Gradients as tensors: stashing, adding up, clearing, keeping their memory."""
+"""Gradients as tensors: adding up, clearing, keeping their memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from apex import _compat
-from apex.ops.lists.columns import OWN_MEMORY
-
-Stash = dict[torch.Tensor, torch.Tensor]  # stashed gradients, by the tensor they belong to
+from apex.ops.lists.columns import OWN_MEMORY, local
 
 IS_SPARSE = operator.attrgetter("is_sparse")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -24,13 +22,6 @@ _MOST_KEPT = 2**14
 def stored_values(grad: torch.Tensor) -> torch.Tensor:
     """The elements that ``grad`` stores: all of a dense one, the given ones of a sparse one."""
     return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def unshared(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient, copied if it is part of a bucket that the next backward may write to."""
-    if grad.is_sparse or grad.untyped_storage().nbytes() <= grad.numel() * grad.element_size():
-        return grad
-    return grad.clone()
 
 
 def grads_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -74,6 +65,18 @@ def write_zeros(grad: torch.Tensor) -> None:
     if grad.grad_fn is not None:
         grad.detach_()  # not always: gradient_as_bucket_view makes views, which refuse it
     grad.requires_grad_(False).zero_()
+
+
+@torch.no_grad()
+def zero_where(flags: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """Set all ``grads`` to zeros if one of ``flags`` is not 0; nothing waits for a device."""
+    masks: dict[torch.device, torch.Tensor] = {}
+    for grad in grads:
+        values = local(stored_values(grad))
+        if values.device not in masks:
+            here = [flag.to(values.device, non_blocking=True) for flag in flags]
+            masks[values.device] = torch.stack(here).amax() != 0
+        values.masked_fill_(masks[values.device], 0.0)
 
 
 def any_nonzero(values: Sequence[torch.Tensor]) -> bool:

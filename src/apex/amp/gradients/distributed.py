@@ -141,11 +141,14 @@ class ForwardRecord:
         synchronises: Whether DistributedDataParallel reduces the next backward. It does if one
             forward with gradients since the last reduction ran outside of ``no_sync()``. ``None``
             where no forward ran inside of a DistributedDataParallel.
+        has_buckets: Whether it keeps gradients as parts of its buckets.
         reduces_all: Whether it reduces the whole model, over all ranks, in the usual way.
         is_used: Whether a pass has ended since the last forward.
         is_compiled: Whether Dynamo has traced a forward: there masters are not reconciled.
         has_taken: By id, whose gradients on 16-bit weights the next forward clears.
         handed_out: By id, whose masters count as written until the next forward.
+        may_have_left: Whether a step was skipped, or may have been, whose gradients the program may
+            clear without amp's knowledge, by ``model.zero_grad()``.
         is_replayed: Whether apex.debug runs a forward again, which must change nothing.
     """
 
@@ -153,9 +156,9 @@ class ForwardRecord:
         self.is_cast = is_cast
         self.training: Any = None
         self.synchronises: bool | None = None
-        self.reduces_all = False
+        self.reduces_all = self.has_buckets = False
         self.is_used = True
-        self.is_compiled = self.is_replayed = False
+        self.is_compiled = self.is_replayed = self.may_have_left = False
         self.has_taken: dict[int, Pairs] = {}
         self.handed_out: dict[int, Pairs] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
@@ -188,10 +191,18 @@ class ForwardRecord:
         if torch.is_grad_enabled():
             while self.has_taken:
                 self.has_taken.popitem()[1].clear_taken()
+            if self.may_have_left:
+                self._forget_left()
         elif not model.training:  # with gradients off it may be about to be recomputed
             return
         if is_initialized():
             self._note_wrappers(model)
+
+    def _forget_left(self) -> None:
+        """Forget skipped steps whose gradients are gone: a backward may leave others soon."""
+        training = None if self.training is None else self.training()
+        ledgers = [] if training is None else [one for one in training.ledgers() if one.left]
+        self.may_have_left = not all([ledger.forget_left() for ledger in ledgers])
 
     def reconcile(self) -> None:
         """Call :meth:`~apex.amp.gradients.pairs.Pairs.reconcile` for all weights of the model."""
@@ -223,6 +234,8 @@ class ForwardRecord:
             if self.is_cast:
                 _refuse_join(around)
         wrappers = [*self._inside, *([] if around is None else [around])]
+        views = [getattr(one, "gradient_as_bucket_view", False) for one in wrappers]
+        self.has_buckets = any(views)
         if not wrappers:
             self.synchronises = None if self.is_used else self.synchronises
             return
@@ -356,7 +369,7 @@ def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
     """
     if any([ledger.training.process_group is not None for ledger in ledgers]):
         return False
-    by_wrapper = all([ledger.belongs_to_models for ledger in ledgers]) and all(
+    by_wrapper = not any([ledger.outside for ledger in ledgers]) and all(
         [record.synchronises and record.reduces_all for record in records]
     )
     return by_wrapper or not several_ranks()

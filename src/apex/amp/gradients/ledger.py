@@ -22,6 +22,11 @@ next pass continues it if it has the same optimizers and the same scaler or stat
 the scale of the first one and accumulates in ``.grad`` in place, so that a reducer, hooks and an
 ``all_reduce`` in the last block see the whole sum. An overflow in one optimizer of a block skips
 the step of all; where gradients are reduced by hand after the block, each goes by its own.
+
+A skipped step leaves its gradients in ``.grad`` for the program to look at. Until they are cleared
+or the next block drops them (zeros take their place), its passes count for each step: a second step
+is skipped as well. Where a device decides, the host keeps the passes of every step for this, and
+the device drops what a taken one would keep.
 """
 
 from __future__ import annotations
@@ -33,15 +38,29 @@ from dataclasses import dataclass, field
 import torch
 
 from apex.amp.gradients import distributed
-from apex.amp.gradients.accumulation import Stash, accumulate, any_grad, grads_of, unshared
+from apex.amp.gradients.accumulation import accumulate, any_grad, grads_of, zero_where
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.parameters import Parameters, unscale_into
+from apex.amp.gradients.stash import Stash
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 from apex.ops.lists.storage import ScaledStep
 
 _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
+
+_EDITED = (
+    "amp: gradients of 16-bit model weights were changed after scale_loss (by clipping, or by "
+    "another backward of the same forward?). That has no effect: the optimizer steps the float32 "
+    "masters. Use amp.clip_grad_norm_(optimizer, max_norm) or clip amp.master_params(optimizer); "
+    "call every backward in scale_loss."
+)
+_MOVED = (
+    "amp: before the scale_loss block, .grad of a 16-bit weight was a part of a larger tensor. It "
+    "no longer is: masters have the gradients that are stepped, so to zero, reduce or clip that "
+    "tensor has no effect. Use amp.clip_grad_norm_, or the gradients of "
+    "amp.master_params(optimizer); at O1 and O4 .grad stays the program's tensor."
+)
 
 
 class State(enum.Enum):
@@ -103,6 +122,8 @@ class Pass:
         for ledger in self.ledgers:
             if ledger.passes:
                 ledger.forget_cleared_passes()
+            if ledger.left:
+                ledger.drop_left()
         self.scale = self.scaler.scale_on(self.loss.device)
         for ledger in self.ledgers:
             ledger.open(stash=True)
@@ -116,8 +137,21 @@ class Pass:
                     ledger.scaled = None
                 ledger.abandon()
 
+    def has_written(self) -> bool:
+        """Whether gradients were computed in the block."""
+        return any(
+            [
+                weight.grad is not None and ledger.stash.is_written(weight)
+                for ledger in self.ledgers
+                for weight in ledger.params.targets
+            ]
+        )
+
     def end(self, *, delayed: bool, check: bool) -> None:
         """Leave a block: unscale, or leave the gradients scaled if the program asked for that."""
+        for ledger in self.ledgers:
+            if ledger.stash:
+                ledger.stash.refuse_written()
         records = self._records()
         self.synchronised = distributed.are_reduced(records)
         self.is_final = distributed.is_final(self.ledgers, records)
@@ -171,8 +205,10 @@ class Ledger:
             ``FOR_STEP`` and in a block that continues it.
         stash: Gradients from before the open pass.
         passes: Unscaled ones since the last step, for the next one to look at.
+        left: Those of the last step, if it was skipped or a device has decided that; their
+            gradients may still be there.
         records: Of the forwards of the models that the parameters belong to.
-        belongs_to_models: Whether all parameters belong to these models.
+        outside: ids of the parameters that belong to none of these models.
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
         had_grads: Whether the last pass left gradients.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
@@ -187,16 +223,17 @@ class Ledger:
     state: State = State.UNSCALED
     before: State = State.UNSCALED
     scaled: Pass | None = None
-    stash: Stash = field(default_factory=dict)
+    stash: Stash = field(default_factory=Stash)
     passes: list[Pass] = field(default_factory=list)
+    left: list[Pass] = field(default_factory=list)
     records: list[ForwardRecord] = field(default_factory=list)
-    belongs_to_models: bool = False
+    outside: frozenset[int] = frozenset()
     has_stepped: bool = False
     had_grads: bool = False
     is_unreduced: bool = False
     began: int = 0
     foreign: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
-    _warned: bool = False
+    _warned: set[str] = field(default_factory=set)
 
     def with_co_owners(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
@@ -239,19 +276,54 @@ class Ledger:
                     one.scaler.finish_pass(distributed.agree_(one.found_inf, [self]))
             self.passes.clear()
 
+    def passes_of_step(self) -> list[Pass]:
+        """The passes that the next step is for: those since the last one, and left ones."""
+        passes, self.passes = self.passes, []
+        if self.left and not self.forget_left():
+            passes = [*self.left, *passes]
+        self.left = []
+        return passes
+
+    def leave(self, passes: list[Pass]) -> None:
+        """Note that a step of ``passes`` is skipped, or that a device decides whether it is."""
+        self.left = passes
+        for record in self.records:
+            record.may_have_left = True
+
+    def forget_left(self) -> bool:
+        """Forget a skipped step whose gradients the program has cleared; whether it has."""
+        params, training = self.params, self.training
+        if training.process_group is not None:  # a rank may have no gradients where others do
+            return False
+        if training.shared and any([one.stash for one in training.co_owners([self])]):
+            return False
+        params.drop_cleared()
+        if any_grad(params.targets) or any_grad(params.tensors):
+            return False
+        self.left = []
+        return True
+
+    def drop_left(self) -> None:
+        """Set what a skipped step has left to zeros; where a device decided, the device does."""
+        left, self.left = self.left, []
+        flags = [one.found_inf for one in left if one.found_inf is not None]
+        zero_where(flags, grads_of(self.params.stepped))
+
     def _stash_gradients(self) -> None:
-        stash: Stash = {}
+        records = self.records
+        stash = Stash(
+            by_wrapper=any([record.synchronises is not None for record in records]),
+            has_buckets=any([record.has_buckets for record in records]),
+        )
         if any_grad(self.params.plain):
-            for weight in self.params.plain:
-                if weight.grad is not None:
-                    stash[weight] = unshared(weight.grad)
-                    weight.grad = None
+            stash.take(self.params.plain, outside=self.outside)
         if self.params.weights and self.params.stash(stash):
-            self._warn_of_edits()
+            self._warn(_EDITED, stacklevel=6)
+        if stash.has_moved:
+            self._warn(_MOVED, stacklevel=6)
         has_unreduced = self.is_unreduced and (stash or any_grad(self.params.tensors))
         if has_unreduced and any([record.synchronises for record in self.records]):
-            for target, grad in stash.items():
-                target.grad = grad
+            stash.restore(stash)
             raise RuntimeError(
                 "amp: gradients of passes under no_sync() were unscaled (by clipping, a step or a "
                 "pass with another loss_id) before the synchronising pass, which would not reduce "
@@ -266,9 +338,8 @@ class Ledger:
             if self.fused is not None and self.state is State.FOR_STEP:
                 self.fused.keep(self.scaled.scale)
             return
-        stash, self.stash = self.stash, {}
-        for target in self.params.targets:
-            target.grad = stash.get(target)
+        stash, self.stash = self.stash, Stash()
+        stash.restore(self.params.targets)
         self.state = State.UNSCALED
 
     def unscale(self, scale: torch.Tensor | float, done: set[int]) -> torch.Tensor | None:
@@ -288,10 +359,10 @@ class Ledger:
             params.are_freed = False
             self.clear_before_next_forward()
         if self.stash:
-            accumulate(params.for_stepped(self.stash))
+            self.stash.add(params.for_stepped(self.stash))
             if shared:
                 params.wait(shared, self.stash)
-            self.stash = {}
+            self.stash = Stash()
         self.had_grads = any_grad(params.stepped)
         self.scaled, self.state = None, State.UNSCALED
         return found_inf
@@ -337,19 +408,14 @@ class Ledger:
         if params.weights:
             params.reconcile(compare=not self.has_stepped)
             if params.take_new(self.training.shared):
-                self._warn_of_edits()
+                self._warn(_EDITED, stacklevel=5)
             self.clear_before_next_forward()
 
-    def _warn_of_edits(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "amp: gradients of 16-bit model weights were changed after scale_loss (by "
-                "clipping, or by another backward of the same forward?). That has no effect: the "
-                "optimizer steps the float32 masters. Use amp.clip_grad_norm_(optimizer, max_norm) "
-                "or clip amp.master_params(optimizer); call every backward in scale_loss.",
-                stacklevel=5,
-            )
+    def _warn(self, text: str, *, stacklevel: int) -> None:
+        """Warn once; of what the caller of ``scale_loss``, ``step`` or clipping has done."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=stacklevel)
 
     def after_step(self) -> None:
         """Free the masters' gradients: ``model.zero_grad()`` cannot reach them."""
@@ -360,8 +426,11 @@ class Ledger:
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""
-        self.began, self.foreign, self.stash = self.began + 1, [], {}
+        self.began, self.foreign = self.began + 1, []
+        if self.stash:
+            self.stash = Stash()
         self.passes.clear()
+        self.left = []
         self.is_unreduced = False
         if self.params.weights:
             self.params.zero_grad(set_to_none=set_to_none)

@@ -104,11 +104,21 @@ class StepCounts:
 
 
 class Report(NamedTuple):
-    """A skipped step: how many in a row, the first scaler that was not finite, its scale now."""
+    """A skipped step.
+
+    Attributes:
+        skipped: How many in a row.
+        place: Of the first pass that was not finite, in the passes of the step.
+        loss_id: The number of its scaler.
+        scale: That scaler's scale now.
+        is_new: Whether a pass was made since the step before, which else was skipped as well.
+    """
 
     skipped: int
+    place: int
     loss_id: int
     scale: float
+    is_new: bool
 
     def describe(self, cause: str) -> str:
         """The text of the error after too many skipped steps."""
@@ -127,7 +137,7 @@ class Overflow:
     limit: int
     skipped: int = 0  # steps in a row, as far as the host knows
     # Copies of the flags of deferred steps that have not arrived.
-    sent: deque[tuple[list[int], AsyncCopy]] = field(default_factory=deque)
+    sent: deque[tuple[list[int], bool, AsyncCopy]] = field(default_factory=deque)
     counts: StepCounts = field(default_factory=StepCounts)
     _skips: torch.Tensor | None = None  # steps in a row, counted on the device
 
@@ -139,8 +149,8 @@ class Overflow:
             stepped = self.counts.stepped = False if stepped.is_meta else bool(stepped)
         return stepped
 
-    def read(self, passes: Sequence[Pass]) -> Report | None:
-        """Let the host decide: one read of a device.
+    def read(self, passes: Sequence[Pass], *, is_new: bool = True) -> Report | None:
+        """Let the host decide: one read of a device. ``is_new``: see :class:`Report`.
 
         Returns the skipped step, or ``None`` for a step to be taken; the scalers count it.
         """
@@ -157,13 +167,13 @@ class Overflow:
             if numbers[2 * index]:
                 self.skipped = skipped
                 self.counts.count(False)
-                return Report(self.skipped, one.index, numbers[2 * index + 1])
+                return Report(self.skipped, index, one.index, numbers[2 * index + 1], is_new)
         self.counts.count(True)
         for one in passes:
             one.scaler.count_step(since=one.counted)
         return None
 
-    def defer(self, passes: Sequence[Pass]) -> torch.Tensor:
+    def defer(self, passes: Sequence[Pass], *, is_new: bool) -> torch.Tensor:
         """Let the device decide, and send for a report.
 
         Returns whether the step is to be skipped: float32, 0-dim, on the device of the first pass.
@@ -177,7 +187,7 @@ class Overflow:
         scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
         copy = AsyncCopy(torch.stack([self._skips, *flags, *scales]))
         if copy.arrives:
-            self.sent.append(([one.index for one in passes], copy))
+            self.sent.append(([one.index for one in passes], is_new, copy))
         taken = noop == 0
         self.counts.count(taken)
         for one in passes:
@@ -187,7 +197,7 @@ class Overflow:
     def log_reports(self) -> None:
         """Log deferred steps that were skipped, as far as known; raise after too many in a row."""
         while self.sent:
-            indices, copy = self.sent[0]
+            indices, is_new, copy = self.sent[0]
             values = copy.read()
             if values is None:
                 return
@@ -196,9 +206,8 @@ class Overflow:
             if not self.skipped:
                 continue
             flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
-            rows = zip(indices, flags, scales, strict=True)
-            loss_id, scale = next((index, scale) for index, flag, scale in rows if flag)
-            report = Report(self.skipped, loss_id, scale)
+            place = next(number for number, flag in enumerate(flags) if flag)
+            report = Report(self.skipped, place, indices[place], scales[place], is_new)
             self.log(report)
             if report.skipped >= self.limit:
                 raise RuntimeError(report.describe("(The flags of a GPU arrive some steps late.)"))
@@ -206,11 +215,16 @@ class Overflow:
     def log(self, report: Report) -> None:
         """Log a skipped step."""
         if self.verbosity > 0:
-            _speech.say(
+            text = (
                 f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} "
-                f"reducing loss scale to {report.scale}",
-                logging.WARNING,
+                f"reducing loss scale to {report.scale}"
             )
+            if not report.is_new:
+                text = (
+                    "Gradients of a skipped step are still there.  Skipping step, loss scaler "
+                    f"{report.loss_id} keeping loss scale {report.scale}"
+                )
+            _speech.say(text, logging.WARNING)
 
 
 HOW_TO_WATCH = "amp.initialize(..., debug=True) names the operation where it begins."

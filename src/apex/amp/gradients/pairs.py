@@ -27,17 +27,16 @@ import torch
 from apex.amp.gradients.accumulation import (
     IS_SPARSE,
     KeptGradients,
-    Stash,
     accumulate,
     addresses,
     any_grad,
     any_nonzero,
     grads_of,
     stored_values,
-    unshared,
     write_zeros,
 )
 from apex.amp.gradients.masters import Master, table
+from apex.amp.gradients.stash import Stash
 from apex.ops.lists.columns import OWN_MEMORY
 
 Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
@@ -211,7 +210,7 @@ class Pairs:
         if any_grad(self.weights):
             for weight, _, master in self._rows:
                 if weight.grad is not None and master.taken is None:
-                    stash[weight] = unshared(weight.grad)
+                    stash.take_off(weight, weight.grad)
                 weight.grad = None
         for master in self.masters:
             master.taken = None
