@@ -27,7 +27,8 @@ from torch.amp.grad_scaler import OptState
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
-from apex.amp.gradients.overflow import Outcome, StepCounts
+from apex.amp.gradients.overflow import counts_of
+from apex.amp.gradients.step_counts import Outcome, StepCounts
 from apex.amp.scaler import check, iter_params
 from apex.ops import _runtime
 from apex.ops.lists import clip
@@ -282,7 +283,9 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def _counts_of(self, optimizer: Any) -> StepCounts:
-        counts: StepCounts = self._counts.setdefault(optimizer, StepCounts())
+        if optimizer not in self._counts:
+            self._counts[optimizer] = counts_of(iter_params(getattr(optimizer, "param_groups", ())))
+        counts: StepCounts = self._counts[optimizer]
         return counts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

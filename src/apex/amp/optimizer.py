@@ -67,7 +67,9 @@ class OptimizerState:
         self._is_fused = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
         fused = FusedGradients(params) if asked and self._is_fused else None
         self.ledger = Ledger(params, training, fused)
-        self.overflow = Overflow(training.verbosity, training.max_skipped_steps)
+        self.overflow = Overflow(
+            training.verbosity, training.max_skipped_steps, overflows.counts_of(params.in_groups())
+        )
         self._takes_flag = self._is_fused or bool(getattr(optimizer, _MARK, False))
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
         needs_check = use_masters and not self._is_fused
