@@ -25,6 +25,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from apex.amp.checks import group_of_several, refuse_other_state
+from apex.amp.gradients import captures
 from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import counts_of
@@ -229,6 +230,9 @@ class GradScaler(torch.amp.GradScaler):
                 for flag in _flags_of(state):
                     agree_over_(flag, self._groups_of(optimizer))
             result = optimizer.step(*args, grad_scaler=self, **kwargs)
+        elif _is_marked(optimizer) and not has_own and self._host_skips(optimizer, state):
+            _check_step(state, args, kwargs)
+            result = None
         else:
             if "clip" in state:  # torch multiplies its scale by it
                 optimizer.grad_scale = state["clip"].reciprocal()
@@ -237,6 +241,16 @@ class GradScaler(torch.amp.GradScaler):
         flags = _flags_of(state)
         self._counts_of(optimizer).count(torch.stack(flags).amax() == 0 if flags else True)
         return result
+
+    def _host_skips(self, optimizer: Any, state: dict[str, Any]) -> bool:
+        """Whether a step is skipped that would leave state of torch's SGD uninitialised."""
+        if not captures.may_leave_uninitialized(optimizer):
+            return False
+        if _runtime.capturing():
+            captures.refuse_read(optimizer, takes_flag=True, is_watched=False)
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        return any([flag.item() for flag in _flags_of(state)])
 
     def _step_by_factor(
         self, optimizer: Any, state: dict[str, Any], args: Sequence[Any], kwargs: Any
@@ -363,14 +377,17 @@ def _takes_scale(optimizer: Any) -> bool:
     refused = managed is not None and managed.use_masters  # by amp
     if refused or _unscales_itself(optimizer):
         return False
-    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
+    marked = _is_marked(optimizer)
     return hasattr(optimizer, "step_scaled") or (marked and not _wants_scaler(optimizer))
+
+
+def _is_marked(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _wants_scaler(optimizer: Any) -> bool:
     """Whether torch hands its scaler to ``step``, and warns that it will not do so for ever."""
-    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return marked and "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return _is_marked(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def _check_step(state: Mapping[str, Any], args: Sequence[Any], kwargs: Any) -> None:

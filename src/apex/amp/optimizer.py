@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from apex.amp import checks
 from apex.amp.casting import state as casts
+from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
@@ -31,6 +32,7 @@ from apex.amp.gradients.step_checks import ModelCheck, StepCheck
 from apex.amp.policy import HALF_TYPES
 from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
+from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
 
 _PATCHED = ("step", "zero_grad", "add_param_group")
@@ -206,11 +208,20 @@ class OptimizerState:
 
         A watch has seen what is not ``is_new``: gradients of a step that was skipped before.
         """
+        if _runtime.capturing():
+            self._check_capture(passes)
         report = self.overflow.read(passes, is_new=is_new)
         if self.observer is not None and is_new and self.can_skip():
             scale = float(passes[0 if report is None else report.place].scale)
             self.observer.stepped(self._optimizer(), report is not None, scale)
         return report
+
+    def _check_capture(self, passes: list[Pass]) -> None:
+        self.overflow.counts.check_capture()
+        watched = self.observer is not None
+        if passes or watched:
+            optimizer = self._optimizer()
+            captures.refuse_read(optimizer, takes_flag=self._takes_flag, is_watched=watched)
 
     def _collect(self) -> None:
         """Bring gradients to where the step looks for them."""
@@ -231,7 +242,9 @@ class OptimizerState:
         if not self._takes_flag:
             return False
         flags = [one.found_inf for one in passes]
-        return all([flag is not None and overflows.runs_behind(flag.device) for flag in flags])
+        if not all([flag is not None and overflows.runs_behind(flag.device) for flag in flags]):
+            return False
+        return self._is_fused or not captures.may_leave_uninitialized(self._optimizer())
 
     def _step(
         self, options: ScaledStep | None, noop: torch.Tensor | None, args: Any, kwargs: Any
@@ -239,6 +252,8 @@ class OptimizerState:
         """The optimizer's own step, watched until one that the host decided changed a master."""
         check = self._step_check if noop is None else None
         watch = self.observer
+        if (check or (self._model_check and not self.ledger.records)) and _runtime.capturing():
+            captures.refuse_check(self._optimizer())
         if check is not None:
             check.begin()
         optimizer: Any = self._optimizer()
