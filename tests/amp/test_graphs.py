@@ -72,7 +72,7 @@ class Program:
             **options,
         )  # fmt: skip
         self.x, self.loss, self.graph = torch.zeros(6, 8), None, None
-        self.overflows = scale == "dynamic"
+        self.overflows, self.held = scale == "dynamic", []
 
     def step(self):
         self.optimizer.zero_grad()
@@ -94,7 +94,8 @@ class Program:
         else:
             self.graph.replay()
             loss = self.loss
-        return str(loss.item()), amp.state_dict(), amp.outcome(self.optimizer).numbers()
+        self.held.append(amp.outcome(self.optimizer))
+        return str(loss.item()), amp.state_dict(), self.held[-1].numbers()
 
     def train(self, *, in_a_graph):
         """All steps; returns what was seen, and all tensors at the end."""
@@ -109,6 +110,7 @@ class Program:
         tensors = torch.utils._pytree.tree_leaves([state["state"], state["param_groups"]])
         tensors += [*self.model.parameters(), *amp.master_params(self.optimizer)]
         amp.reset()
+        assert [outcome.numbers() for outcome in self.held] == [outcome for *_, outcome in seen]
         return seen, [torch.as_tensor(x) for x in tensors if isinstance(x, (torch.Tensor, float))]
 
 
