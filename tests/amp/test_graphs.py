@@ -15,6 +15,8 @@ from apex import amp, optimizers
 from apex.amp.gradients.step_counts import StepCounts
 from apex.amp.scaler import LossScaler
 from apex.contrib import optimizers as contrib
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops import _runtime
 from tests.recorded_graph import RecordedGraph, like_a_gpu
 
@@ -102,9 +104,10 @@ class Program:
         seen = []
         for number in range(STEPS):
             if number == 3:
-                saved = copy.deepcopy(amp.state_dict())
+                saved = copy.deepcopy((amp.state_dict(), self.model.state_dict()))
             if number == 8:
-                amp.load_state_dict(saved)
+                amp.load_state_dict(saved[0])
+                self.model.load_state_dict(saved[1])
             seen.append(self.run(number, in_a_graph=in_a_graph))
         state = self.optimizer.state_dict()
         tensors = torch.utils._pytree.tree_leaves([state["state"], state["param_groups"]])
@@ -215,6 +218,20 @@ def test_with_a_grad_scaler_replays_are_single_steps(name):
 def test_a_count_of_the_host_is_refused_in_a_capture(name):
     with pytest.raises(RuntimeError, match=r"is the Python number 2: .*capturable=True"):
         stepped(WITH_A_FLAG[name], 1, in_a_graph=True)
+
+
+@pytest.mark.parametrize("kind", [DistributedFusedAdam, DistributedFusedLAMB])
+@pytest.mark.usefixtures("_group")
+def test_a_count_of_the_host_is_refused_of_distributed_optimizers(kind, monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = kind([weight], lr=0.01)
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weight.sum().backward()
+    monkeypatch.setattr(_runtime, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="is the Python number 1"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("name", EVERY)
