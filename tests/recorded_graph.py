@@ -1,4 +1,4 @@
-"""What stands for a CUDA graph on a CPU: the calls of aten, recorded and replayed into their memory.
+"""What stands for a CUDA graph on a CPU: calls of aten, recorded and replayed into their memory.
 
 A replay calls each function with the tensors of the capture and puts the results where those of the
 capture are, so that it sees what was written in place meanwhile, and nothing that was replaced. No
@@ -55,7 +55,7 @@ class RecordedGraph(TorchDispatchMode):
     @contextlib.contextmanager
     def capture(self):
         """Record what is called in the block; apex is told that a graph is being captured."""
-        with mock.patch.object(_runtime, "capturing", lambda: True), self:
+        with mock.patch.object(_runtime, "capturing", return_value=True), self:
             yield self
 
     @torch.no_grad()

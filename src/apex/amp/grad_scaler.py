@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from apex.amp._pickled_group import PickledGroup
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
 from apex.amp.gradients.accumulation import grads_of
@@ -314,41 +315,12 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        ranks = _Ranks(self.process_group)
+        ranks = PickledGroup(self.process_group)
         return {**super().__getstate__(), "process_group": ranks, "_mesh": None, "_counts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"process_group": state["process_group"].group}
         super().__setstate__({**state, **own, "_counts": weakref.WeakKeyDictionary()})
-
-
-class _Ranks:
-    """The process group of a scaler that is copied or pickled."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.group is None:
-            return _Ranks, (None,)
-        if self.group is not torch.distributed.group.WORLD:
-            raise RuntimeError(
-                "apex.amp.GradScaler: process_group was not the default one, so the scaler cannot "
-                "be pickled. Save its state_dict()."
-            )
-        return _default_ranks, ()
-
-
-def _default_ranks() -> _Ranks:
-    if not torch.distributed.is_initialized():
-        raise RuntimeError(
-            "apex.amp.GradScaler: a scaler with the default process group was pickled. Call "
-            "torch.distributed.init_process_group() before unpickling it."
-        )
-    return _Ranks(group_of_several("apex.amp.GradScaler", torch.distributed.group.WORLD))
 
 
 def _forget_dropped(state: dict[str, Any]) -> None:

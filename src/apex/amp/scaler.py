@@ -184,26 +184,22 @@ class LossScaler:
     def scale_on(self, device: torch.device) -> torch.Tensor | float:
         """The scale to multiply a loss on ``device`` by: a 0-dim tensor there, or a float.
 
-        Later steps do not change the tensor.
-
         Raises:
             RuntimeError: A CUDA graph is being captured, and the numbers are still on the CPU.
         """
         if self._static is not None:
             return self._static
-        if self._state.device != device:
+        if self._state.device != device and self._state.device.type == "cpu":
             self._move_to(device)
         return self._state[SCALE].to(device, non_blocking=device.type != "cpu", copy=True)
 
     def _move_to(self, device: torch.device) -> None:
-        """Move the numbers from the CPU to the first other device, where graphs may use them."""
-        if self._state.device.type != "cpu":
-            return
+        """Move the numbers to the first GPU, where they stay: graphs may use them there."""
         if _runtime.capturing():
             raise RuntimeError(
-                "amp: the first scale_loss block of a GPU was captured in a CUDA graph. The loss "
-                "scale is still on the CPU, so each replay would start from its value now. Take "
-                "some training steps before capturing (docs/optimizers.md, CUDA graphs)."
+                "amp: a first scale_loss block was captured in a CUDA graph. The loss scale is "
+                "still on the CPU, so each replay would start from its value now. Take some "
+                "training steps before capturing (docs/optimizers.md, CUDA graphs)."
             )
         with torch.inference_mode(False):
             self._state = self._state.to(device, non_blocking=True)

@@ -89,7 +89,7 @@ class StepCounts:
         return taken
 
     def check_capture(self) -> None:
-        """Raise ``RuntimeError`` if a CUDA graph is being captured and the counts are on the CPU."""
+        """Raise ``RuntimeError`` if a graph is being captured and the counts are on the CPU."""
         if not _runtime.waits(self._numbers.device) and _runtime.capturing():
             raise RuntimeError(
                 "amp: a step was captured in a CUDA graph, and the counts of amp.outcome are on "
