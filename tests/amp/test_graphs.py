@@ -159,6 +159,24 @@ def test_replays_of_two_passes_are_single_steps(level):
     )
 
 
+class ClearedBefore(Program):
+    """Gradients are cleared before the capture, and overwritten by replays."""
+
+    def run(self, number, *, in_a_graph):
+        if number in EAGER or not in_a_graph or self.graph is None:
+            self.optimizer.zero_grad()
+        return super().run(number, in_a_graph=in_a_graph)
+
+    def step(self):
+        with mock.patch.object(self.optimizer, "zero_grad"):
+            return super().step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_may_be_cleared_before_a_capture(level):
+    assert_replays_are_single_steps(level, EVERY["FusedAdam"], "dynamic", program=ClearedBefore)
+
+
 # -- without amp, and with a GradScaler ------------------------------------------------------------
 
 
@@ -274,6 +292,31 @@ def test_where_no_step_can_be_skipped_rules_of_torch_hold():
     assert_replays_are_single_steps(
         "O1", lambda p: torch.optim.SGD(p, lr=0.01, foreach=True), STATIC
     )
+
+
+@pytest.mark.parametrize(
+    ("level", "scale", "refused"),
+    [("O1", "dynamic", True), ("O2", STATIC, True), ("O1", STATIC, False)],
+)
+@pytest.mark.parametrize("block", [True, False], ids=["block", "step"])
+def test_a_block_is_captured_with_its_step(level, scale, refused, block):
+    """Else replays would overflow unseen, and masters have no gradients."""
+    program = Program(level, EVERY["FusedSGD"], scale)
+    for number in (1, 2):
+        program.run(number, in_a_graph=False)
+    graph, step = RecordedGraph(), program.optimizer.step
+    with mock.patch.object(program.optimizer, "step"):
+        if block:
+            with graph.capture():
+                program.step()
+        else:
+            program.step()
+    expected = pytest.raises(RuntimeError, match="captured in a CUDA graph without")
+    with (
+        expected if refused else contextlib.nullcontext(),
+        contextlib.nullcontext() if block else graph.capture(),
+    ):
+        step()
 
 
 def test_the_first_pass_is_refused_in_a_capture(monkeypatch):

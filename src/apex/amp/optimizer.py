@@ -170,6 +170,8 @@ class OptimizerState:
         if closure is not None:
             return self._step_with(closure, args, kwargs)
         ledger = self.ledger
+        if ledger.is_captured is not None:
+            self._check_both_captured(ledger.is_captured)
         if ledger.state is State.FOR_STEP and self._has_pre_hooks():  # they see them unscaled
             ledger.unscale_delayed()
         options = ledger.take_for_step()
@@ -215,6 +217,12 @@ class OptimizerState:
             scale = float(passes[0 if report is None else report.place].scale)
             self.observer.stepped(self._optimizer(), report is not None, scale)
         return report
+
+    def _check_both_captured(self, block: bool) -> None:
+        counts = self.overflow.counts
+        is_needed = self.can_skip() or self.params.weights or self.ledger.fused is not None
+        if block is not counts.are_captured() and is_needed:
+            captures.refuse_part(self._optimizer(), block=block)
 
     def _check_capture(self, passes: list[Pass]) -> None:
         self.overflow.counts.check_capture()

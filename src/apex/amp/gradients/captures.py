@@ -29,6 +29,21 @@ def refuse_read(optimizer: Any, *, takes_flag: bool, is_watched: bool) -> None:
     raise RuntimeError(f"amp: step() was captured in a CUDA graph, and {cause} {_SEE}")
 
 
+def refuse_part(optimizer: Any, *, block: bool) -> None:
+    """Refuse a block without its step, or a step without its block."""
+    name = type(optimizer).__name__
+    inside, outside = (
+        ("the scale_loss block", f"step() of {name}")
+        if block
+        else (f"step() of {name}", "its scale_loss block")
+    )
+    raise RuntimeError(
+        f"amp: {inside} was captured in a CUDA graph without {outside}. Replays run no Python "
+        "code, so amp would not see their overflows, nor give masters their gradients. Capture "
+        f"both {_SEE}"
+    )
+
+
 def refuse_check(optimizer: Any) -> None:
     """Refuse a step after which amp looks whether it has changed anything."""
     raise RuntimeError(

@@ -88,6 +88,10 @@ class StepCounts:
             self._set(self._numbers.to(taken.device, non_blocking=True))
         return taken
 
+    def are_captured(self) -> bool:
+        """Whether a step that is counted now is in the capture of a CUDA graph."""
+        return _runtime.waits(self._numbers.device) and _runtime.capturing()
+
     def check_capture(self) -> None:
         """Raise ``RuntimeError`` if a graph is being captured and the counts are on the CPU."""
         if not _runtime.waits(self._numbers.device) and _runtime.capturing():
