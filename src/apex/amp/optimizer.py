@@ -170,8 +170,6 @@ class OptimizerState:
         if closure is not None:
             return self._step_with(closure, args, kwargs)
         ledger = self.ledger
-        if ledger.is_captured is not None:
-            self._check_both_captured(ledger.is_captured)
         if ledger.state is State.FOR_STEP and self._has_pre_hooks():  # they see them unscaled
             ledger.unscale_delayed()
         options = ledger.take_for_step()
@@ -296,6 +294,8 @@ class OptimizerState:
         if self.superseded:
             self.refuse_superseded()
         self.ledger.refuse_foreign()
+        if self.ledger.is_captured is not None:
+            self._check_both_captured(self.ledger.is_captured)
         if has_closure and self.can_skip():
             raise RuntimeError(
                 "amp: step() was given a closure, but with dynamic loss scaling a step can be "

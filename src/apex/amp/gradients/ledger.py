@@ -216,7 +216,7 @@ class Ledger:
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
         had_grads: Whether the last pass left gradients.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
-        is_captured: Whether the last block was in the capture of a CUDA graph; ``None`` after a step.
+        is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
         began: How many times a block was opened or gradients were cleared.
         foreign: Weights with the gradients that a block without this optimizer has written, scaled,
             and the versions of these.
