@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+_BEGIN_WITH_ZEROS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _SEE = "(docs/optimizers.md, CUDA graphs)."
 
 
@@ -60,6 +63,8 @@ def may_leave_uninitialized(optimizer: Any) -> bool:
     which a skipped step does not; the next step takes it for a momentum. torch's other fused
     optimizers begin with zeros. Of others nothing is known until they have a state.
     """
+    if isinstance(optimizer, _BEGIN_WITH_ZEROS):
+        return False
     has_state = {id(param) for param, kept in getattr(optimizer, "state", {}).items() if kept}
     return any(
         [
