@@ -24,10 +24,13 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from apex.amp._pickled_group import PickledGroup
 from apex.amp.checks import group_of_several, refuse_other_state
+from apex.amp.gradients import captures
 from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
-from apex.amp.gradients.overflow import Outcome, StepCounts
+from apex.amp.gradients.overflow import counts_of
+from apex.amp.gradients.step_counts import Outcome, StepCounts
 from apex.amp.scaler import check, iter_params
 from apex.ops import _runtime
 from apex.ops.lists import clip
@@ -228,6 +231,9 @@ class GradScaler(torch.amp.GradScaler):
                 for flag in _flags_of(state):
                     agree_over_(flag, self._groups_of(optimizer))
             result = optimizer.step(*args, grad_scaler=self, **kwargs)
+        elif _is_marked(optimizer) and not has_own and self._host_skips(optimizer, state):
+            _check_step(state, args, kwargs)
+            result = None
         else:
             if "clip" in state:  # torch multiplies its scale by it
                 optimizer.grad_scale = state["clip"].reciprocal()
@@ -236,6 +242,16 @@ class GradScaler(torch.amp.GradScaler):
         flags = _flags_of(state)
         self._counts_of(optimizer).count(torch.stack(flags).amax() == 0 if flags else True)
         return result
+
+    def _host_skips(self, optimizer: Any, state: dict[str, Any]) -> bool:
+        """Whether a step is skipped that would leave state of torch's SGD uninitialised."""
+        if not captures.may_leave_uninitialized(optimizer):
+            return False
+        if _runtime.capturing():
+            captures.refuse_read(optimizer, takes_flag=True, is_watched=False)
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        return any([flag.item() for flag in _flags_of(state)])
 
     def _step_by_factor(
         self, optimizer: Any, state: dict[str, Any], args: Sequence[Any], kwargs: Any
@@ -282,7 +298,9 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def _counts_of(self, optimizer: Any) -> StepCounts:
-        counts: StepCounts = self._counts.setdefault(optimizer, StepCounts())
+        if optimizer not in self._counts:
+            self._counts[optimizer] = counts_of(iter_params(getattr(optimizer, "param_groups", ())))
+        counts: StepCounts = self._counts[optimizer]
         return counts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -297,41 +315,12 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        ranks = _Ranks(self.process_group)
+        ranks = PickledGroup(self.process_group)
         return {**super().__getstate__(), "process_group": ranks, "_mesh": None, "_counts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"process_group": state["process_group"].group}
         super().__setstate__({**state, **own, "_counts": weakref.WeakKeyDictionary()})
-
-
-class _Ranks:
-    """The process group of a scaler that is copied or pickled."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.group is None:
-            return _Ranks, (None,)
-        if self.group is not torch.distributed.group.WORLD:
-            raise RuntimeError(
-                "apex.amp.GradScaler: process_group was not the default one, so the scaler cannot "
-                "be pickled. Save its state_dict()."
-            )
-        return _default_ranks, ()
-
-
-def _default_ranks() -> _Ranks:
-    if not torch.distributed.is_initialized():
-        raise RuntimeError(
-            "apex.amp.GradScaler: a scaler with the default process group was pickled. Call "
-            "torch.distributed.init_process_group() before unpickling it."
-        )
-    return _Ranks(group_of_several("apex.amp.GradScaler", torch.distributed.group.WORLD))
 
 
 def _forget_dropped(state: dict[str, Any]) -> None:
@@ -360,14 +349,17 @@ def _takes_scale(optimizer: Any) -> bool:
     refused = managed is not None and managed.use_masters  # by amp
     if refused or _unscales_itself(optimizer):
         return False
-    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
+    marked = _is_marked(optimizer)
     return hasattr(optimizer, "step_scaled") or (marked and not _wants_scaler(optimizer))
+
+
+def _is_marked(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _wants_scaler(optimizer: Any) -> bool:
     """Whether torch hands its scaler to ``step``, and warns that it will not do so for ever."""
-    marked = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return marked and "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return _is_marked(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def _check_step(state: Mapping[str, Any], args: Sequence[Any], kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from apex.amp import checks
 from apex.amp.casting import state as casts
+from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
@@ -31,6 +32,7 @@ from apex.amp.gradients.step_checks import ModelCheck, StepCheck
 from apex.amp.policy import HALF_TYPES
 from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
+from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
 
 _PATCHED = ("step", "zero_grad", "add_param_group")
@@ -67,7 +69,9 @@ class OptimizerState:
         self._is_fused = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
         fused = FusedGradients(params) if asked and self._is_fused else None
         self.ledger = Ledger(params, training, fused)
-        self.overflow = Overflow(training.verbosity, training.max_skipped_steps)
+        self.overflow = Overflow(
+            training.verbosity, training.max_skipped_steps, overflows.counts_of(params.in_groups())
+        )
         self._takes_flag = self._is_fused or bool(getattr(optimizer, _MARK, False))
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
         needs_check = use_masters and not self._is_fused
@@ -204,11 +208,26 @@ class OptimizerState:
 
         A watch has seen what is not ``is_new``: gradients of a step that was skipped before.
         """
+        if _runtime.capturing():
+            self._check_capture(passes)
         report = self.overflow.read(passes, is_new=is_new)
         if self.observer is not None and is_new and self.can_skip():
             scale = float(passes[0 if report is None else report.place].scale)
             self.observer.stepped(self._optimizer(), report is not None, scale)
         return report
+
+    def _check_both_captured(self, block: bool) -> None:
+        counts = self.overflow.counts
+        is_needed = self.can_skip() or self.params.weights or self.ledger.fused is not None
+        if block is not counts.are_captured() and is_needed:
+            captures.refuse_part(self._optimizer(), block=block)
+
+    def _check_capture(self, passes: list[Pass]) -> None:
+        self.overflow.counts.check_capture()
+        watched = self.observer is not None
+        if passes or watched:
+            optimizer = self._optimizer()
+            captures.refuse_read(optimizer, takes_flag=self._takes_flag, is_watched=watched)
 
     def _collect(self) -> None:
         """Bring gradients to where the step looks for them."""
@@ -229,7 +248,9 @@ class OptimizerState:
         if not self._takes_flag:
             return False
         flags = [one.found_inf for one in passes]
-        return all([flag is not None and overflows.runs_behind(flag.device) for flag in flags])
+        if not all([flag is not None and overflows.runs_behind(flag.device) for flag in flags]):
+            return False
+        return self._is_fused or not captures.may_leave_uninitialized(self._optimizer())
 
     def _step(
         self, options: ScaledStep | None, noop: torch.Tensor | None, args: Any, kwargs: Any
@@ -237,6 +258,8 @@ class OptimizerState:
         """The optimizer's own step, watched until one that the host decided changed a master."""
         check = self._step_check if noop is None else None
         watch = self.observer
+        if (check or (self._model_check and not self.ledger.records)) and _runtime.capturing():
+            captures.refuse_check(self._optimizer())
         if check is not None:
             check.begin()
         optimizer: Any = self._optimizer()
@@ -271,6 +294,8 @@ class OptimizerState:
         if self.superseded:
             self.refuse_superseded()
         self.ledger.refuse_foreign()
+        if self.ledger.is_captured is not None:
+            self._check_both_captured(self.ledger.is_captured)
         if has_closure and self.can_skip():
             raise RuntimeError(
                 "amp: step() was given a closure, but with dynamic loss scaling a step can be "

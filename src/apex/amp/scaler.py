@@ -1,9 +1,10 @@
 """Loss scaling: the scale, its growth counter and its rules.
 
 The numbers that change (scale, clean steps since it last changed, steps ever counted) are one small
-float32 tensor on the gradients' device, replaced and never written in place: a pass that began
-keeps the scale it began with, and nothing here waits for the device. The host learns them when a
-step reads whether to skip, in the same transfer.
+float32 tensor on the gradients' device, and nothing here waits for the device. The host learns them
+when a step reads whether to skip, in the same transfer. They are always written in place, because a
+CUDA graph goes on reading and writing the memory of its capture. What is handed out is a copy: a
+pass that began keeps the scale it began with.
 
 * A pass with a non-finite gradient multiplies the scale by ``backoff_factor``, at once.
 * A step that is taken counts one; ``growth_interval`` such steps multiply it by ``growth_factor``.
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from apex.amp._amp_state import _amp_state, master_params, maybe_print
+from apex.ops import _runtime
 from apex.ops.lists.unscale import unscale_
 
 __all__ = [
@@ -98,7 +100,8 @@ class LossScaler:
         self._found: torch.Tensor | None = None  # of the pass under way
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
         start = self._bounded(init_scale) if dynamic else float(loss_scale)
-        self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32, device="cpu")
+        with torch.inference_mode(False):  # else passes outside of it could not write it
+            self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32, device="cpu")
         self._static = None if dynamic else start
 
     @property
@@ -172,27 +175,38 @@ class LossScaler:
         return values
 
     def _write(self, index: int, value: float) -> None:
-        state = self._state.clone()
-        state[index] = float(value)
-        self._state = state
+        self._state[index] = float(value)
 
     def loss_scale(self) -> float:
         """The scale as a Python float; waits for the device when the scale is dynamic."""
         return self._loss_scale
 
     def scale_on(self, device: torch.device) -> torch.Tensor | float:
-        """The scale to multiply a loss on ``device`` by: a 0-dim tensor there, or a float."""
+        """The scale to multiply a loss on ``device`` by: a 0-dim tensor there, or a float.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured, and the numbers are still on the CPU.
+        """
         if self._static is not None:
             return self._static
-        if self._state.device != device:
+        if self._state.device != device and self._state.device.type == "cpu":
+            self._move_to(device)
+        return self._state[SCALE].to(device, non_blocking=device.type != "cpu", copy=True)
+
+    def _move_to(self, device: torch.device) -> None:
+        """Move the numbers to the first GPU, where they stay: graphs may use them there."""
+        if _runtime.capturing():
+            raise RuntimeError(
+                "amp: a first scale_loss block was captured in a CUDA graph. The loss scale is "
+                "still on the CPU, so each replay would start from its value now. Take some "
+                "training steps before capturing (docs/optimizers.md, CUDA graphs)."
+            )
+        with torch.inference_mode(False):
             self._state = self._state.to(device, non_blocking=True)
-        if self._state.is_inference():  # loaded under inference_mode; autograd cannot save it
-            self._state = self._state.clone()
-        return self._state[SCALE]
 
     def take(self, numbers: torch.Tensor) -> None:
         """Take the numbers of another rank: float32, 3 elements."""
-        self._state = numbers.to(self._state.device)
+        self._state.copy_(numbers)
         if self._static is not None:
             self._static = float(numbers[SCALE])
 
@@ -222,12 +236,13 @@ class LossScaler:
         scale, clean, steps = self._state.unbind()
         lower = (scale * self._backoff_factor).clamp_min(self._floor)
         backed_off = torch.stack((lower, torch.zeros_like(clean), steps))
-        self._state = torch.where(found != 0, backed_off, self._state)
+        found = found.to(self._state.device, non_blocking=True)
+        self._state.copy_(torch.where(found != 0, backed_off, self._state))
 
     @property
     def steps(self) -> torch.Tensor:
         """How many steps were counted: 0-dim; later steps do not change the tensor."""
-        return self._state[STEPS]
+        return self._state[STEPS].clone()
 
     def count_step(
         self, taken: torch.Tensor | None = None, *, since: torch.Tensor | None = None
@@ -244,9 +259,7 @@ class LossScaler:
             if since is not None and float(since) != values[STEPS]:
                 return
             if values[CLEAN] + 1 < self._scale_seq_len:
-                values[CLEAN] += 1
-                values[STEPS] += 1
-                self._state = torch.tensor(values, dtype=torch.float32, device="cpu")
+                self._state[CLEAN:] += 1
                 return
         scale, clean, steps = self._state.unbind()
         counts = torch.ones_like(steps) if taken is None else taken.to(steps)
@@ -256,7 +269,7 @@ class LossScaler:
         full = (clean >= self._scale_seq_len) & (counts > 0)
         grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
         state = torch.where(full, grown, scale), torch.where(full, 0.0, clean), steps + counts
-        self._state = torch.stack(state)
+        self._state.copy_(torch.stack(state))
 
     def update_scale(self) -> bool:
         """End a pass by hand: back off or count a step, and say whether to skip; this waits."""

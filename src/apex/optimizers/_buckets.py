@@ -119,17 +119,23 @@ def count_steps(
         groups: The groups.
         noop: Whether the step is skipped, if only a device knows that.
         elsewhere: The device of parameters that other ranks have, if some do.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured, and a count is not on the device.
     """
+    captured = _runtime.capturing()
     on: dict[torch.device, dict[int, torch.Tensor]] = {}
     for group in groups:
         if not group["params"] and elsewhere is None:
             continue
         step = group.get("step", 0)
+        device = group["params"][0].device if group["params"] else elsewhere
+        assert device is not None
+        if captured:
+            check_captured(step, device)
         if noop is None and not isinstance(step, torch.Tensor):
             group["step"] = step + 1
             continue
-        device = group["params"][0].device if group["params"] else elsewhere
-        assert device is not None
         if not isinstance(step, torch.Tensor):
             step = torch.full((1,), step, dtype=torch.int32, device=device)
         group["step"] = step = step.to(device, non_blocking=True)
@@ -146,6 +152,20 @@ def count_steps(
             counts = StepCounts(torch.cat([step.view(1) for step in steps]).double())
             counters |= {number: (counts, place) for place, number in enumerate(by_id)}
     return counters
+
+
+def check_captured(step: int | torch.Tensor, device: torch.device) -> None:
+    """Raise ``RuntimeError`` if replays of a CUDA graph could not count on from ``step``."""
+    if isinstance(step, torch.Tensor) and step.device == device:
+        return
+    where = f"on {step.device}" if isinstance(step, torch.Tensor) else f"the Python number {step}"
+    raise RuntimeError(
+        f'A step of a fused optimizer was captured in a CUDA graph, and its count, "step", is '
+        f"{where}: each replay would keep the bias corrections of the step captured. Use "
+        "FusedAdam(capturable=True) or FusedMixedPrecisionLamb, which count on the device. Others "
+        "do so under a dynamic loss scale; take a step before capturing (docs/optimizers.md, CUDA "
+        "graphs)."
+    )
 
 
 def counted(groups: Sequence[GroupGrads], bucket: Bucket, counters: Counters) -> dict[str, Any]:

@@ -64,9 +64,11 @@ class StatefulOptimizer(SavedOptimizer):
         state: dict[str, Any] = self.state[param]
         for slot in self._stepped_slots() if slots is None else slots:
             if slot not in state and not is_code(state, slot):
+                self._refuse_in_capture(slot)
                 state.update(self._entries(slot, self._new_slot(slot, param), param))
         storage = self._storage
         if storage.column is not None and storage.column not in state:
+            self._refuse_in_capture(storage.column)
             state[storage.column] = torch.zeros_like(param, dtype=storage.extra)
         return state
 
@@ -79,12 +81,21 @@ class StatefulOptimizer(SavedOptimizer):
         """The parameter's master, made now if it is to have one; else the parameter."""
         state = self.state.get(param, {})
         if "master_param" not in state and param.dtype in self._mastered:
+            self._refuse_in_capture("master_param")
             state = self.state[param]
             master = state["master_param"] = param.detach().clone().float()
             self._written[param] = param._version, master
             return master
         found: torch.Tensor = state.get("master_param", param)
         return found
+
+    def _refuse_in_capture(self, name: str) -> None:
+        """Raise ``RuntimeError`` if state that is made now would be made anew at each replay."""
+        if _runtime.capturing():
+            raise RuntimeError(
+                f'{self._name}: a parameter has no "{name}" yet. A CUDA graph captured now would '
+                "make it anew at each replay. Take a step before capturing."
+            )
 
     def _follow_written(self) -> None:
         """Let what belongs to a weight follow if somebody else has written it since our last step.

@@ -45,6 +45,7 @@ from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.gradients.stash import Stash
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
+from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
 
 _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
@@ -157,6 +158,9 @@ class Pass:
         self.is_final = distributed.is_final(self.ledgers, records)
         for record in records:
             record.is_used = True
+        is_captured = _runtime.waits(self.loss.device) and _runtime.capturing()
+        for ledger in self.ledgers:
+            ledger.is_captured = is_captured
         delayed = delayed or not self.synchronised
         if delayed or (check and self._try_to_keep_scaled()):
             for ledger in self.ledgers:
@@ -212,6 +216,7 @@ class Ledger:
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
         had_grads: Whether the last pass left gradients.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
+        is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
         began: How many times a block was opened or gradients were cleared.
         foreign: Weights with the gradients that a block without this optimizer has written, scaled,
             and the versions of these.
@@ -231,6 +236,7 @@ class Ledger:
     has_stepped: bool = False
     had_grads: bool = False
     is_unreduced: bool = False
+    is_captured: bool | None = None
     began: int = 0
     foreign: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
@@ -420,6 +426,7 @@ class Ledger:
     def after_step(self) -> None:
         """Free the masters' gradients: ``model.zero_grad()`` cannot reach them."""
         self.is_unreduced = False
+        self.is_captured = None
         self.has_stepped = True
         if self.params.weights:
             self.params.free_grads(self.training.shared, id(self))

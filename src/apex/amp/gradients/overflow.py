@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from apex.amp import _speech
 from apex.amp.gradients.accumulation import grads_of, stored_values
 from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
+from apex.amp.gradients.step_counts import StepCounts
 from apex.amp.scaler import SCALE
 from apex.ops.lists.columns import local
 from apex.ops.lists.unscale import unscale_
@@ -27,6 +28,14 @@ from apex.ops.lists.unscale import unscale_
 def runs_behind(device: torch.device) -> bool:
     """Whether the host can run ahead of ``device``."""
     return device.type in ("cuda", "meta")
+
+
+def counts_of(params: Iterable[torch.Tensor]) -> StepCounts:
+    """New counts for an optimizer: on the device of its parameters where the host runs ahead."""
+    device = next((param.device for param in params), torch.device("cpu"))
+    if device.type == "meta" or not runs_behind(device):
+        device = torch.device("cpu")
+    return StepCounts(device)
 
 
 class AsyncCopy:
@@ -50,57 +59,6 @@ class AsyncCopy:
             return None
         values: list[float] = self._host.tolist()
         return values
-
-
-class Outcome(NamedTuple):
-    """What became of an optimizer's steps, without waiting for the device that decides.
-
-    0-dim tensors; later steps do not change them.
-
-    Attributes:
-        stepped: Whether the last step was taken, not skipped: bool.
-        taken: How many steps were taken: int64.
-        skipped: How many were skipped.
-        scale: The loss scale now: float32.
-    """
-
-    stepped: torch.Tensor
-    taken: torch.Tensor
-    skipped: torch.Tensor
-    scale: torch.Tensor
-
-    def numbers(self) -> tuple[bool, int, int, float]:
-        """The same as Python numbers: one transfer, which waits for the device."""
-        stepped, taken, skipped, scale = torch.stack([value.double() for value in self]).tolist()
-        return bool(stepped), int(taken), int(skipped), scale
-
-
-@dataclass
-class StepCounts:
-    """Counts the steps of an optimizer; numbers are tensors as soon as a device has decided one."""
-
-    stepped: bool | torch.Tensor = False  # whether the last step was taken
-    steps: int = 0
-    taken: int | torch.Tensor = 0
-
-    def count(self, taken: bool | torch.Tensor) -> None:
-        """Count a step; a tensor is 0-dim, bool."""
-        self.stepped = taken
-        self.steps += 1
-        self.taken = self.taken + taken
-
-    def outcome(self, scale: torch.Tensor | float) -> Outcome:
-        """The counts so far, on the device of the loss scale."""
-        device = scale.device if isinstance(scale, torch.Tensor) else torch.device("cpu")
-
-        def tensor(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            if isinstance(value, torch.Tensor):
-                return value.to(device, dtype, non_blocking=device.type != "cpu")
-            return torch.full((), value, dtype=dtype, device=device)
-
-        taken = tensor(self.taken, torch.int64)
-        stepped, now = tensor(self.stepped, torch.bool), tensor(scale, torch.float32)
-        return Outcome(stepped, taken, self.steps - taken, now)
 
 
 class Report(NamedTuple):
@@ -135,19 +93,16 @@ class Overflow:
 
     verbosity: int
     limit: int
+    counts: StepCounts
     skipped: int = 0  # steps in a row, as far as the host knows
     # Copies of the flags of deferred steps that have not arrived.
     sent: deque[tuple[list[int], bool, AsyncCopy]] = field(default_factory=deque)
-    counts: StepCounts = field(default_factory=StepCounts)
-    _skips: torch.Tensor | None = None  # steps in a row, counted on the device
 
     @property
     def taken(self) -> bool:
         """Whether the last step was taken; waits for a device that decided it."""
         stepped = self.counts.stepped
-        if isinstance(stepped, torch.Tensor):
-            stepped = self.counts.stepped = False if stepped.is_meta else bool(stepped)
-        return stepped
+        return False if stepped.is_meta else bool(stepped)
 
     def read(self, passes: Sequence[Pass], *, is_new: bool = True) -> Report | None:
         """Let the host decide: one read of a device. ``is_new``: see :class:`Report`.
@@ -182,14 +137,13 @@ class Overflow:
         device = found[0].device
         flags = [flag.to(device, torch.float32, non_blocking=True) for flag in found]
         noop = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        skips = torch.zeros_like(noop) if self._skips is None else self._skips
-        self._skips = torch.where(noop == 0, 0.0, skips.to(device) + 1)
-        scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
-        copy = AsyncCopy(torch.stack([self._skips, *flags, *scales]))
-        if copy.arrives:
-            self.sent.append(([one.index for one in passes], is_new, copy))
         taken = noop == 0
         self.counts.count(taken)
+        skipped = self.counts.in_a_row.to(device, torch.float32, non_blocking=True)
+        scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
+        copy = AsyncCopy(torch.stack([skipped, *flags, *scales]))
+        if copy.arrives:
+            self.sent.append(([one.index for one in passes], is_new, copy))
         for one in passes:
             one.scaler.count_step(taken, since=one.counted)
         return noop

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from apex.contrib.optimizers._old_step import OldStep
+from apex.ops import _runtime
 from apex.ops.lists.clip import l2_norm_of_all
 from apex.ops.lists.columns import Scalar
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.optimizers._base import scalar
-from apex.optimizers._buckets import Bucket, GroupGrads
+from apex.optimizers._buckets import Bucket, GroupGrads, check_captured
 
 
 class FusedAdam(OldStep):
@@ -146,11 +147,14 @@ class FusedAdam(OldStep):
 def _next(
     before: int | torch.Tensor, noop: torch.Tensor | None, device: torch.device
 ) -> int | torch.Tensor:
-    """The next step, on the device where that may be skipped there."""
-    if noop is None:
+    """The next step: on the device where that may be skipped there, and then written in place."""
+    if _runtime.capturing():
+        check_captured(before, device)
+    if noop is None and not isinstance(before, torch.Tensor):
         return before + 1
-    taken = (noop.to(device, non_blocking=True).reshape(()) == 0).to(torch.int32)
-    return taken + before
+    step = torch.as_tensor(before, dtype=torch.int32, device=device)
+    taken = 1 if noop is None else noop.to(device, non_blocking=True).reshape(()) == 0
+    return step.add_(taken)
 
 
 def _clipped(factor: Scalar, norm: Any, largest: float) -> Scalar:
