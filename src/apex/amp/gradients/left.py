@@ -36,7 +36,7 @@ class Left:
         self._first = None if first is None else (first[0], weakref.ref(first[1]))
 
     def _is_replaced(self, ledger: Any) -> bool:
-        """Whether other gradients are there; with a ``process_group`` ranks may not differ in it."""
+        """Whether others are there; with a ``process_group`` ranks may not differ in it."""
         if self._first is None or ledger.training.process_group is not None:
             return False
         tensor, grad = self._first
