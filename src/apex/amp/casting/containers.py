@@ -97,7 +97,7 @@ class Walker:
 
     def _container(self, value: Any) -> Any:
         kind = type(value)
-        base = next((base for base in _BASES if issubclass(kind, base)), object)
+        base: Any = next((base for base in _BASES if issubclass(kind, base)), object)
         own, slots = (None, []) if kind is base else _attributes(value)
         parts = [own, *[slot.__get__(value) for slot in slots]]
         if base is not object:
