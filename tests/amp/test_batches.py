@@ -206,6 +206,29 @@ def test_subclasses_whose_constructor_takes_other_arguments():
     assert found.values.dtype == HALF
 
 
+class Lazy(dict):
+    """Loads an item when it is asked for."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+    def items(self):
+        return [(key, self[key]) for key in self]
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, lambda: value)
+
+
+def test_a_dict_that_makes_its_items():
+    batch = Lazy()
+    batch["x"], batch["n"] = wide(), 3
+    got = seen(batch)
+    assert type(got) is Lazy
+    assert dict(got.items())["n"] == 3
+    assert got["x"].dtype == HALF
+    assert batch["x"].dtype == torch.float32
+
+
 def test_views_that_nothing_can_be_put_into():
     items = {"x": wide()}
     assert seen(types.MappingProxyType(items))["x"].dtype == HALF

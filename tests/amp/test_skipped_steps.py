@@ -171,6 +171,55 @@ def test_sparse_gradients_of_a_skipped_step_are_dropped():
     assert model.weight.tolist() == [[0.0, 0.0], [-4.0, -4.0], [-2.0, -2.0], [0.0, 0.0]]
 
 
+# -- gradients that a program puts in place of those -----------------------------------------------
+
+
+def cleared_by_hand(model):
+    for param in model.parameters():
+        param.grad = None
+
+
+def after_a_skipped_step(level, decides, request):
+    """A row at 0 whose step was skipped; and a loss of its weights alone, as of a penalty."""
+    if decides == "device":
+        request.getfixturevalue("runs_behind")
+    model, optimizer = row(level, FusedSGD, **DYNAMIC)
+    block(model, optimizer, math.inf)
+    optimizer.step()
+    assert value(model) == [0.0, 0.0]
+    return model, optimizer, -2.0 * model.weight.sum()
+
+
+@pytest.mark.parametrize("decides", ["host", "device"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_plain_backward_after_a_skipped_step_is_stepped(level, decides, request):
+    with _runtime.use("reference"):
+        model, optimizer, penalty = after_a_skipped_step(level, decides, request)
+        scaler = amp._amp_state.loss_scalers[0]
+        cleared_by_hand(model)
+        penalty.backward()
+        optimizer.step()
+        assert amp.stepped(optimizer)
+        assert value(model) == [2.0, 2.0]
+        assert scaler._unskipped == 0  # no pass was made
+        optimizer.step()
+        assert value(model) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("decides", ["host", "device"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_other_tensors_made_of_what_a_skipped_step_left_are_dropped_too(level, decides, request):
+    with _runtime.use("reference"):
+        model, optimizer, _ = after_a_skipped_step(level, decides, request)
+        model.weight.grad = model.weight.grad * 0.5
+        optimizer.step()
+        assert not amp.stepped(optimizer)
+        model.weight.grad = model.weight.grad * 0.5
+        block(model, optimizer)
+        optimizer.step()
+        assert value(model) == [-1.0, -1.0]
+
+
 # -- what amp says ---------------------------------------------------------------------------------
 
 

@@ -217,8 +217,22 @@ def test_a_flat_parameter_of_a_model_that_is_cast_is_refused_after_ten_steps(lev
 
 
 @pytest.mark.parametrize("level", CAST)
-@pytest.mark.parametrize("why", ["frozen", "stepped by another", "stepped by hand"])
+def test_that_is_so_where_the_program_copies_gradients_into_the_flat_one(level):
+    model = ones()
+    optimizer = start(level, model, [flat := flattened(model)])
+    for number in range(10):
+        backward(model, optimizer)
+        flat.grad = torch.cat([weight.grad.float().flatten() for weight in model.parameters()])
+        if number < 9:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="SGD has none of the model's weights.*freeze it"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("why", ["not frozen", "frozen", "stepped by another", "stepped by hand"])
 def test_an_optimizer_of_inputs_alone(level, why):
+    """Style transfer, inversion and prompt tuning often leave the model as it is."""
     model = ones()
     inputs = nn.Parameter(torch.ones(1, 4))
     optimizers = [sgd([inputs])]

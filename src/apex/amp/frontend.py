@@ -21,6 +21,7 @@ from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
+from apex.amp.gradients.step_checks import share_memory
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler, check
@@ -281,11 +282,13 @@ def _build(
         if properties.master_weights:
             distributed_checkpoint.install()
             full = {param: param.detach() for param in params if param.dtype == torch.float32}
+        had_views = [share_memory(optimizer, params) for optimizer in optimizers]
         for model in models:
             modules.prepare(model, properties, casts, cast_model_outputs)
         training.add_models(models, [modules.record_of(model) for model in models])
-        for optimizer in optimizers:
-            OptimizerState(optimizer, training, bool(properties.master_weights), full)
+        for optimizer, had in zip(optimizers, had_views, strict=True):
+            use_masters = bool(properties.master_weights)
+            OptimizerState(optimizer, training, use_masters, full, had_views=had)
         for optimizer in optimizers:
             _retype_state(optimizer, _halves_of(optimizer))
     return newest

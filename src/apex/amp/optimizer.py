@@ -44,7 +44,8 @@ class OptimizerState:
     """amp's record of one optimizer.
 
     With ``use_masters``, 16-bit weights get float32 masters; ``full`` has float32 values from
-    before they were rounded.
+    before they were rounded. ``had_views``: whether weights of the models shared memory with the
+    optimizer's tensors before they were cast.
 
     Attributes:
         superseded: Whether its model went through another ``initialize`` without it.
@@ -57,6 +58,8 @@ class OptimizerState:
         training: Training,
         use_masters: bool,
         full: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        had_views: bool = False,
     ) -> None:
         self.training = training
         self.use_masters = use_masters
@@ -77,7 +80,8 @@ class OptimizerState:
         needs_check = use_masters and not self._is_fused
         self._step_check = StepCheck(optimizer, params) if needs_check else None
         casts_model = training.properties.cast_model_type in HALF_TYPES
-        self._model_check = ModelCheck(optimizer, training) if casts_model else None
+        check = ModelCheck(optimizer, params, training, had_views=had_views)
+        self._model_check = check if casts_model else None
         self._is_stepping = self._inner_is_skipped = False
         self.observer: Any = None  # a watch of apex.debug
         params.sync(full)

@@ -21,7 +21,8 @@ _LEAVES = (
     MappingView,  # cannot be made of other items
 )
 # Python's classes that hold items. What a subclass has changed is left out when items are read and
-# written, and its constructor is not called: it may take other arguments.
+# written, but for those that a dict of another `items` makes where it holds no tensors. And its
+# constructor is not called: it may take other arguments.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
 _BASES: tuple[Any, ...] = (*_DICTS, list, tuple, set, frozenset, deque)
 _TRACED = (dict, list, tuple, set)  # for these there is code that Dynamo can trace
@@ -96,14 +97,15 @@ class Walker:
 
     def _container(self, value: Any) -> Any:
         kind = type(value)
-        base = next((base for base in _BASES if issubclass(kind, base)), object)
+        base: Any = next((base for base in _BASES if issubclass(kind, base)), object)
         own, slots = (None, []) if kind is base else _attributes(value)
         parts = [own, *[slot.__get__(value) for slot in slots]]
         if base is not object:
             parts.extend(_items_of(base, value))
         walked = [self(part) for part in parts]
         if all([new is part for new, part in zip(walked, parts, strict=True)]):
-            return self._items(value) if base is object else value
+            has_own = base is object or (base in _DICTS and kind.items is not base.items)
+            return self._items(value) if has_own else value
         result = _made(base, value, walked[1 + len(slots) :])
         for slot, new in zip(slots, walked[1:], strict=False):
             slot.__set__(result, new)

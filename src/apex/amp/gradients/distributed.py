@@ -201,7 +201,7 @@ class ForwardRecord:
     def _forget_left(self) -> None:
         """Forget skipped steps whose gradients are gone: a backward may leave others soon."""
         training = None if self.training is None else self.training()
-        ledgers = [] if training is None else [one for one in training.ledgers() if one.left]
+        ledgers = [] if training is None else [one for one in training.ledgers() if one.left.passes]
         self.may_have_left = not all([ledger.forget_left() for ledger in ledgers])
 
     def reconcile(self) -> None:

@@ -23,10 +23,9 @@ the scale of the first one and accumulates in ``.grad`` in place, so that a redu
 ``all_reduce`` in the last block see the whole sum. An overflow in one optimizer of a block skips
 the step of all; where gradients are reduced by hand after the block, each goes by its own.
 
-A skipped step leaves its gradients in ``.grad`` for the program to look at. Until they are cleared
-or the next block drops them (zeros take their place), its passes count for each step: a second step
-is skipped as well. Where a device decides, the host keeps the passes of every step for this, and
-the device drops what a taken one would keep.
+A skipped step leaves its gradients in ``.grad``, and its passes count until these are gone, see
+:mod:`apex.amp.gradients.left`. Where a device decides, the host keeps the passes of every step for
+this, and the device drops what a taken one would keep.
 """
 
 from __future__ import annotations
@@ -38,9 +37,10 @@ from dataclasses import dataclass, field
 import torch
 
 from apex.amp.gradients import distributed
-from apex.amp.gradients.accumulation import accumulate, any_grad, grads_of, zero_where
+from apex.amp.gradients.accumulation import accumulate, any_grad, grads_of
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
+from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.gradients.stash import Stash
 from apex.amp.scaler import LossScaler
@@ -123,7 +123,7 @@ class Pass:
         for ledger in self.ledgers:
             if ledger.passes:
                 ledger.forget_cleared_passes()
-            if ledger.left:
+            if ledger.left.passes:
                 ledger.drop_left()
         self.scale = self.scaler.scale_on(self.loss.device)
         for ledger in self.ledgers:
@@ -230,7 +230,7 @@ class Ledger:
     scaled: Pass | None = None
     stash: Stash = field(default_factory=Stash)
     passes: list[Pass] = field(default_factory=list)
-    left: list[Pass] = field(default_factory=list)
+    left: Left = field(default_factory=Left)
     records: list[ForwardRecord] = field(default_factory=list)
     outside: frozenset[int] = frozenset()
     has_stepped: bool = False
@@ -285,14 +285,15 @@ class Ledger:
     def passes_of_step(self) -> list[Pass]:
         """The passes that the next step is for: those since the last one, and left ones."""
         passes, self.passes = self.passes, []
-        if self.left and not self.forget_left():
-            passes = [*self.left, *passes]
-        self.left = []
+        if self.left.passes and not self.forget_left():
+            grads = [] if passes else grads_of(self.params.stepped)
+            passes = [*self.left.for_step(self, grads), *passes]
+        self.left = Left()
         return passes
 
     def leave(self, passes: list[Pass]) -> None:
         """Note that a step of ``passes`` is skipped, or that a device decides whether it is."""
-        self.left = passes
+        self.left = Left(passes, (*self.params.plain, *self.params.tensors))
         for record in self.records:
             record.may_have_left = True
 
@@ -306,14 +307,13 @@ class Ledger:
         params.drop_cleared()
         if any_grad(params.targets) or any_grad(params.tensors):
             return False
-        self.left = []
+        self.left = Left()
         return True
 
     def drop_left(self) -> None:
         """Set what a skipped step has left to zeros; where a device decided, the device does."""
-        left, self.left = self.left, []
-        flags = [one.found_inf for one in left if one.found_inf is not None]
-        zero_where(flags, grads_of(self.params.stepped))
+        left, self.left = self.left, Left()
+        left.drop(grads_of(self.params.stepped))
 
     def _stash_gradients(self) -> None:
         records = self.records
@@ -437,7 +437,7 @@ class Ledger:
         if self.stash:
             self.stash = Stash()
         self.passes.clear()
-        self.left = []
+        self.left = Left()
         self.is_unreduced = False
         if self.params.weights:
             self.params.zero_grad(set_to_none=set_to_none)

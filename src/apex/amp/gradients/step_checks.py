@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from apex.amp.gradients.accumulation import any_nonzero, stored_values
+from apex.amp.gradients.accumulation import any_nonzero, grads_of, stored_values
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.training import Training
+from apex.ops.lists.columns import OWN_MEMORY
 
 _MOST_STEPS = 10  # without a change
 
@@ -72,24 +74,35 @@ class ModelCheck:
 
     A model that was cast to 16 bits has weights of its own: they are no longer views of a flat
     parameter, so the optimizer of that parameter trains nothing. An optimizer of inputs, or of a
-    loss's parameters, is right where the model is frozen or stepped by another one. These steps
+    loss's parameters, is right where the model is frozen or stepped by another one, and where its
+    tensors get gradients: style transfer and inversion often leave the model as it is. These steps
     wait for the device, too.
+
+    ``had_views``: whether weights were parts of the optimizer's tensors, see :func:`share_memory`.
     """
 
-    def __init__(self, optimizer: Any, training: Training) -> None:
+    def __init__(
+        self, optimizer: Any, params: Parameters, training: Training, *, had_views: bool
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._params = params
         self._training = training
+        self._had_views = had_views
         self._seen: dict[int, tuple[float, float]] = {}
         self._steps = 0
 
     def end(self) -> bool:
         """Say whether no more steps are to be watched.
 
-        That is so where a weight has changed or has no gradient.
+        That is so where a weight has changed or has no gradient, and where the optimizer's own
+        tensors have gradients.
 
         Raises:
             RuntimeError: The weights had gradients in all steps, and none has changed.
         """
+        own = [] if self._had_views else grads_of(self._params.stepped)
+        if own and any_nonzero([stored_values(grad) for grad in own]):
+            return True
         weights = self._training.weights_without_optimizer()
         both = [(w, w.grad) for w in weights if w.requires_grad and w.grad is not None]
         seen, self._seen = self._seen, {id(weight): _sums(weight) for weight, _ in both}
@@ -108,6 +121,17 @@ class ModelCheck:
             "which leave weights as they are. If the model is not to train, freeze it: "
             "model.requires_grad_(False)."
         )
+
+
+def share_memory(optimizer: Any, weights: Iterable[torch.Tensor]) -> bool:
+    """Whether one of ``weights`` is, or shares memory with, a tensor of the optimizer."""
+    stepped = (param for group in optimizer.param_groups for param in group["params"])
+    return not _memory(stepped).isdisjoint(_memory(weights))
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+    plain = [x for x in tensors if type(x) in OWN_MEMORY and x.layout == torch.strided]
+    return {storage._cdata for x in plain if (storage := x.untyped_storage()).nbytes()}
 
 
 def _sums(weight: torch.Tensor) -> tuple[float, float]:
