@@ -4,14 +4,16 @@
 
 For each case, a call on the first device, and four on the second: the first, another one, one while
 a CUDA graph is being captured, and a first one in a capture. The current device is always the other
-one. Prints JSON, a line when a case starts and a line with what was noted, so that whoever reads
-knows in which case the process was aborted.
+one. Steps that optimizers refuse in a capture, such as first ones, are let through: what matters
+here is what they launch and upload. Prints JSON, a line when a case starts and a line with what was
+noted, so that whoever reads knows in which case the process was aborted.
 """
 
 import functools
 import json
 import os
 import sys
+from unittest import mock
 
 import amp_C
 import fast_layer_norm
@@ -25,10 +27,12 @@ import xentropy_cuda
 from apex.bench.catalogue.entry import DTYPES
 from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.contrib.clip_grad import clip_grad_norm_
+from apex.contrib.optimizers import fused_adam as contrib_adam
 from apex.ops.layers import rotary
 from apex.ops.lists.unscale import unscale_into
 from apex.ops.losses import transducer as ops
-from apex.optimizers import FusedAdam, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD, _buckets
+from apex.optimizers._state import StatefulOptimizer
 from apex.parallel import LARC
 from tests.kernels.fake_cuda import fake_cuda
 from tests.kernels.planted import turned
@@ -474,7 +478,13 @@ def noted(prepare, number, devices, log):
 
 def main(names):
     every = [*((name, prepare) for name, _, prepare in cases()), *planted()]
-    with fake_cuda() as (devices, log):
+    let_through = mock.Mock()
+    with (
+        fake_cuda() as (devices, log),
+        mock.patch.object(StatefulOptimizer, "_refuse_in_capture", let_through),
+        mock.patch.object(_buckets, "check_captured", let_through),
+        mock.patch.object(contrib_adam, "check_captured", let_through),
+    ):
         for name, prepare in every:
             if name in names:
                 print(json.dumps({"start": name}), flush=True)
