@@ -288,7 +288,7 @@ class Ledger:
         if self.left.passes and not self.forget_left():
             grads = [] if passes else grads_of(self.params.stepped)
             passes = [*self.left.for_step(self, grads), *passes]
-        self.left = Left()
+            self.left = Left()
         return passes
 
     def leave(self, passes: list[Pass]) -> None:
@@ -437,7 +437,8 @@ class Ledger:
         if self.stash:
             self.stash = Stash()
         self.passes.clear()
-        self.left = Left()
+        if self.left.passes:
+            self.left = Left()
         self.is_unreduced = False
         if self.params.weights:
             self.params.zero_grad(set_to_none=set_to_none)
