@@ -73,6 +73,37 @@ for i, (x,) in enumerate(DataLoader(TensorDataset(rows), 16)):
     loss.backward()
     opt.step()
 """
+GAN = """
+critic = nn.Linear(4, 1)
+second = torch.optim.SGD(critic.parameters(), 0.01)
+for i in range(40):
+    second.zero_grad()
+    loss = critic(batch(1)[:, :4]).square().mean()
+    loss.backward()
+    fake = net(batch(1))
+    loss = critic(fake.detach()).square().mean()
+    loss.backward()
+    second.step()
+    opt.zero_grad()
+    out = critic(fake)
+    if i == 38: out = out * 0
+    loss = torch.log(out).mean()
+    loss.backward()
+    opt.step()
+"""
+STATE = """
+cell = nn.RNNCell(8, 8)
+opt = torch.optim.SGD(cell.parameters(), 0.01)
+state, total = torch.zeros(16, 8), 0.0
+for i in range(4):
+    state = cell(batch(1), state.detach())
+    out = state * (i != 2)
+    loss = torch.log(out.abs()).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    total += loss.exp()
+"""
 SCRIPTS = {  # script -> cause, line, operation
     "logarithm": (LOOP.replace("LOSS", "loss = torch.log(out).mean()"), "loss", "torch.log", "log"),
     "backward": (LOOP.replace("LOSS", "loss = out.norm() + out.square().sum().sqrt()"),
@@ -91,6 +122,9 @@ SCRIPTS = {  # script -> cause, line, operation
               "data", "x.std(0)", "div"),
     "batch in place": (PREPARED.replace("LINES", "m = x.mean(0); x -= m; x /= x.std(0)"),
                        "data", "x /= ", "div_"),
+    "two optimizers": (HEAD.replace("for i in range(4):", GAN), "loss", "torch.log(", "log"),
+    "a state that goes on": (HEAD.replace("for i in range(4):", STATE),
+                             "loss", "torch.log(", "log"),
     "batch of a DataLoader": (HEAD.replace("for i in range(4):", LOADED),
                               "data", "x.std(0)", "div"),
 }  # fmt: skip
@@ -213,6 +247,49 @@ def test_other_networks_and_long_steps_are_not_noted():
         assert len(lines.tape.items) < 256
     finally:
         lines.stop()
+
+
+def test_activations_are_not_kept(run):
+    """Of forwards without a backward, and of two optimizers that step in turn."""
+    report, said = run(HEAD.replace("for i in range(4):", KEPT))
+    assert (report, said) == (None, "")
+
+
+KEPT = """
+import gc, weakref
+from torch.utils.data import DataLoader, TensorDataset
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mine = Activation()
+        made.append(weakref.ref(ctx.mine))
+        return x * x
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+class Activation:
+    pass
+class Net(nn.Linear):
+    def forward(self, x):
+        return Square.apply(super().forward(x))
+made = []
+nets = [Net(8, 4), Net(8, 4)]
+opts = [torch.optim.SGD(one.parameters(), 0.01) for one in nets]
+def alive():
+    gc.collect()
+    return sum(one() is not None for one in made)
+for i in range(20):
+    for net, opt in zip(nets, opts):
+        out = net(batch(1))
+        out.mean().backward()
+        opt.step()
+        opt.zero_grad()
+assert alive() <= 2, alive()
+for (x,) in DataLoader(TensorDataset(torch.randn(40, 8)), 2):  # a validation, without no_grad
+    out = nets[0](x)
+    loss = F.mse_loss(out, out.detach())
+assert alive() <= 3, alive()
+"""
 
 
 def test_what_is_run_again_writes_to_nothing_of_the_program():
