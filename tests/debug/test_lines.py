@@ -312,6 +312,42 @@ def test_what_is_run_again_writes_to_nothing_of_the_program():
     assert torch.equal(y, torch.full((3,), 4.0))
 
 
+OWNED = """
+import numpy
+array, generator = numpy.ones((16, 8), numpy.float32), torch.Generator()
+average, state = [one.detach().clone() for one in net.parameters()], torch.zeros(8)
+for i in range(4):
+    x = batch(1)
+    out = net(x)
+    LINES
+    loss = (out * (i != 2)).log().mean()
+    loss.backward()
+    opt.step()
+print(array.sum(), torch.rand(4, generator=generator), average, state)
+print([one.grad.isfinite().all() for one in net.parameters()])
+"""
+OWN = {
+    "an average": "[one.data.mul_(0.9) for one in average]",
+    "an array": "mine = torch.as_tensor(array); mine *= 2",
+    "a generator": "out = out + torch.randn(16, 4, generator=generator)",
+    "drawn in place": "out = out + torch.empty(16, 4).normal_(generator=generator)",
+    "gradients": "[one.grad.zero_() for one in net.parameters() if one.grad is not None]",
+    "a state": "state.data += x.mean(0)",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_the_script_has_stays_as_without(run, capsys, name):
+    text = HEAD.replace("for i in range(4):", OWNED.replace("LINES", OWN[name]))
+    exec(compile(text, "train.py", "exec"), {})
+    plain = capsys.readouterr().out
+    pathlib.Path("train.py").write_text(text)
+    assert main(["debug", "train.py"]) == 0
+    assert capsys.readouterr().out == plain
+    report = json.loads(pathlib.Path("apex-debug", "report.json").read_text())
+    assert ("loss = (out" in report["line"]) == (name != "drawn in place")
+
+
 def test_only_one_mode_is_there_after_many_changes():
     class Other(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

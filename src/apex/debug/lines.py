@@ -40,6 +40,8 @@ _SKIPPED = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     "<frozen",
 )
+# Functions whose result may be memory of the program (of NumPy), and properties of tensors.
+_ALIASES = {"__get__", "as_tensor", "asarray", "from_dlpack", "from_numpy", "frombuffer"}
 _is_skipped: dict[str, bool] = {}  # file -> whether its lines are not the program's
 _is_in_place: dict[str, bool] = {}  # name of a function -> whether it writes to its first argument
 
@@ -77,6 +79,7 @@ class Tape:
         made: By functions and forwards, by ``id``; it may be another tensor of the same ``id``.
         given: Other arguments, with their versions.
         before: Copies of those of them that are written to.
+        aliases: Tensors of memory that the program has elsewhere, too, by ``id``.
         prepared: How many operations of a trace came before the first forward.
     """
 
@@ -87,6 +90,7 @@ class Tape:
     made: dict[int, _Ref[torch.Tensor]] = field(default_factory=dict)
     given: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     before: dict[int, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[int, _Ref[torch.Tensor]] = field(default_factory=dict)
     size: int = 0
     random: torch.Tensor = field(default_factory=torch.get_rng_state)
     prepared: int = 0
@@ -307,16 +311,24 @@ class Lines(TorchFunctionMode):
         if writes or "out" in kwargs:
             return self._write(func, args, kwargs)
         result = func(*args, **kwargs)
-        if results := _tensors(result):
+        if name in _ALIASES and (name != "__get__" or func.__self__.__name__ in ("data", "grad")):
+            self._alias(result)
+        elif (results := _tensors(result)) and "generator" not in kwargs:
             self._note(func, args, kwargs, results)
         return result
+
+    def _alias(self, result: Any) -> None:
+        """Of memory of the program, whose version does not say that it is written to."""
+        if isinstance(result, torch.Tensor):
+            self.tape.made.pop(id(result), None)  # of another tensor, or made twice
+            self.tape.aliases[id(result)] = _Ref(result)
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = kwargs.get("out", args[0] if args else None)
         others: list[torch.Tensor] = []
         for one in (*args, *kwargs.values()):
             self._kept(one, others)
-        is_known = all(one.grad_fn is None for one in others)
+        is_known = "generator" not in kwargs and all(one.grad_fn is None for one in others)
         is_noted = self._keep(target, is_known=is_known)
         result = func(*args, **kwargs)
         if is_noted:
@@ -384,8 +396,9 @@ class Lines(TorchFunctionMode):
     def _keep(self, target: Any, *, is_known: bool) -> bool:
         """Copy a tensor of the program before a function writes to it; whether that is noted.
 
-        Not noted: writes to parameters and to lists of tensors (masters, averages of weights), so
-        that nothing that runs again can write to them. They are read as they are then.
+        Not noted: writes to parameters, to ``.data``, ``.grad`` and lists of tensors (masters,
+        averages of weights), so that nothing that runs again can write to them. They are read as
+        they are then. A generator of the program would give other numbers when it runs again.
         """
         tape = self.tape
         if not isinstance(target, torch.Tensor):
@@ -394,6 +407,9 @@ class Lines(TorchFunctionMode):
         if id(target) in tape.before or tape.ref(target) is not None:
             tape.is_whole = tape.is_whole and is_known
             return is_known
+        alias = tape.aliases.get(id(target))
+        if alias is not None and alias() is target:
+            return False
         if not is_known or target.requires_grad or isinstance(target, torch.nn.Parameter):
             return False
         tape.given.setdefault(id(target), (target, version_of(target)))

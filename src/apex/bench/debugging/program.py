@@ -64,6 +64,7 @@ class Program:
             self._lines.on()
         called, call = self._called, self._call
 
+        @functools.wraps(call)
         def look(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             called(module)
             return call(module, *args, **kwargs)
