@@ -114,6 +114,9 @@ SCRIPTS = {  # script -> cause, line, operation
     "a module without parameters": (
         LOOP.replace("LOSS", "loss = nn.GaussianNLLLoss(eps=1e-45)(x[:, :4], x[:, :4], out ** 2)"),
         "loss", "GaussianNLLLoss", None),
+    "in other forms": (
+        LOOP.replace("LOSS", "out = torch.as_tensor(out).T.contiguous(); loss = out.log().mean()"),
+        "loss", "out.log()", "log"),
     "written in place": (
         LOOP.replace("LOSS", "out += 1; out -= 1; out.log_(); loss = out.mean()"),
         "loss", "out.log_()", "log_"),

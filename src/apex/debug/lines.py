@@ -41,7 +41,7 @@ _SKIPPED = (
     "<frozen",
 )
 # Functions whose result may be memory of the program (of NumPy), and properties of tensors.
-_ALIASES = {"__get__", "as_tensor", "asarray", "from_dlpack", "from_numpy", "frombuffer"}
+_ALIASES = {"__get__", "as_tensor", "asarray"}
 _is_skipped: dict[str, bool] = {}  # file -> whether its lines are not the program's
 _is_in_place: dict[str, bool] = {}  # name of a function -> whether it writes to its first argument
 
@@ -79,7 +79,8 @@ class Tape:
         made: By functions and forwards, by ``id``; it may be another tensor of the same ``id``.
         given: Other arguments, with their versions.
         before: Copies of those of them that are written to.
-        aliases: Tensors of memory that the program has elsewhere, too, by ``id``.
+        aliases: Tensors of memory that the program has elsewhere, too, by ``id``; whether it was
+            made.
         prepared: How many operations of a trace came before the first forward.
     """
 
@@ -90,7 +91,7 @@ class Tape:
     made: dict[int, _Ref[torch.Tensor]] = field(default_factory=dict)
     given: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     before: dict[int, torch.Tensor] = field(default_factory=dict)
-    aliases: dict[int, _Ref[torch.Tensor]] = field(default_factory=dict)
+    aliases: dict[int, tuple[_Ref[torch.Tensor], bool]] = field(default_factory=dict)
     size: int = 0
     random: torch.Tensor = field(default_factory=torch.get_rng_state)
     prepared: int = 0
@@ -311,17 +312,12 @@ class Lines(TorchFunctionMode):
         if writes or "out" in kwargs:
             return self._write(func, args, kwargs)
         result = func(*args, **kwargs)
-        if name in _ALIASES and (name != "__get__" or func.__self__.__name__ in ("data", "grad")):
-            self._alias(result)
+        if name in _ALIASES and _is_alias(func, args, result):
+            of_made = isinstance(args[0], torch.Tensor) and self.tape.ref(args[0]) is not None
+            self.tape.aliases[id(result)] = _Ref(result), of_made
         elif (results := _tensors(result)) and "generator" not in kwargs:
             self._note(func, args, kwargs, results)
         return result
-
-    def _alias(self, result: Any) -> None:
-        """Of memory of the program, whose version does not say that it is written to."""
-        if isinstance(result, torch.Tensor):
-            self.tape.made.pop(id(result), None)  # of another tensor, or made twice
-            self.tape.aliases[id(result)] = _Ref(result)
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = kwargs.get("out", args[0] if args else None)
@@ -407,8 +403,9 @@ class Lines(TorchFunctionMode):
         if id(target) in tape.before or tape.ref(target) is not None:
             tape.is_whole = tape.is_whole and is_known
             return is_known
-        alias = tape.aliases.get(id(target))
+        alias, of_made = tape.aliases.get(id(target), (None, False))
         if alias is not None and alias() is target:
+            tape.is_whole = tape.is_whole and not of_made
             return False
         if not is_known or target.requires_grad or isinstance(target, torch.nn.Parameter):
             return False
@@ -434,6 +431,15 @@ def _ends_in_place(name: str) -> bool:
     """Whether a function writes to its first argument, by its name."""
     in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
     return in_place or name == "__setitem__"
+
+
+def _is_alias(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a result is memory whose version does not say that the program writes to it."""
+    if not args or not isinstance(result, torch.Tensor):
+        return False
+    if func.__name__ == "__get__":
+        return func.__self__.__name__ in ("data", "grad")
+    return not isinstance(args[0], torch.Tensor)  # of torch.as_tensor: an array
 
 
 def _is_of_a_library(file: str) -> bool:
