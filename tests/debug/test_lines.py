@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import os
 import pathlib
 import re
 
@@ -226,6 +227,27 @@ assert not any(type(one).__name__ == "DeviceContext" for one in stack())
 step(y)
 assert seen == [[], ["Mine"], ["DeviceContext"], ["DeviceContext"], []], seen
 """
+
+
+WORKERS = """
+from torch.overrides import _get_current_function_mode_stack as stack
+from torch.utils.data import DataLoader
+class Modes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return torch.tensor(len(stack()))
+loader = DataLoader(Modes(), 2, num_workers=1, multiprocessing_context="fork")
+assert [one.tolist() for one in loader] == [[0, 0], [0, 0]]
+net(batch(0)).sum().backward()
+opt.step()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_nothing_is_noted_in_workers_of_a_loader(run):
+    report, said = run(HEAD.replace("for i in range(4):", WORKERS))
+    assert (report, said) == (None, "")
 
 
 def test_modes_of_the_program_stay_in_order(run):

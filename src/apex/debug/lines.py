@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -190,6 +191,8 @@ class Lines(TorchFunctionMode):
         self._left, self._depth = _MOST, 0  # the second: watched forwards that run
         self._thread = threading.get_ident()
         self._network: torch.nn.Module | None = None  # not watched, and running now
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=partial(_stop, weakref.ref(self)))
 
     # -- when it is on ---------------------------------------------------------------------------
 
@@ -228,7 +231,7 @@ class Lines(TorchFunctionMode):
         self._is_stopped = True
         self.off()
         torch_modules._global_forward_hooks.pop(id(self), None)  # of a network that has raised
-        self.tape = Tape()
+        self.tape, self._left = Tape(), 0
 
     def _elsewhere(self) -> bool:
         """Whether another thread asks: function modes and the tape belong to one."""
@@ -413,6 +416,12 @@ class Lines(TorchFunctionMode):
         tape.before[id(target)] = target.detach().clone()
         self._grow(target, times=16)  # not more than 16 MB of copies
         return True
+
+
+def _stop(lines: weakref.ref[Lines]) -> None:
+    """Note nothing in a child process, such as a worker of a DataLoader."""
+    if (here := lines()) is not None:
+        here.stop()
 
 
 def _scale(loss: torch.Tensor, scale: Any) -> torch.Tensor:
