@@ -3,8 +3,8 @@
 :class:`Lines` is a function mode of torch. ``apex debug`` turns it on between a step and the first
 forward (the batch is prepared) and between a forward and backward (the loss), and off elsewhere:
 always on, it takes 3 to 5 times a small step. It notes functions, arguments from outside by
-reference, and what was made by weak references. A ``Tape`` is what was noted of one step, and runs it again in the order of the program, with the
-forwards of the watched models in between.
+reference, and what was made by weak references. A ``Tape`` is what was noted of one step, and runs
+it again in the order of the program, with the forwards of the watched models in between.
 
 Not noted: what networks compute that are not watched (modules with parameters); what is inside of a
 function mode of the program; anything once the program has called ``torch.compile``, whose guards
