@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import os
 import pathlib
 import re
 
@@ -73,6 +74,37 @@ for i, (x,) in enumerate(DataLoader(TensorDataset(rows), 16)):
     loss.backward()
     opt.step()
 """
+GAN = """
+critic = nn.Linear(4, 1)
+second = torch.optim.SGD(critic.parameters(), 0.01)
+for i in range(40):
+    second.zero_grad()
+    loss = critic(batch(1)[:, :4]).square().mean()
+    loss.backward()
+    fake = net(batch(1))
+    loss = critic(fake.detach()).square().mean()
+    loss.backward()
+    second.step()
+    opt.zero_grad()
+    out = critic(fake)
+    if i == 38: out = out * 0
+    loss = torch.log(out).mean()
+    loss.backward()
+    opt.step()
+"""
+STATE = """
+cell = nn.RNNCell(8, 8)
+opt = torch.optim.SGD(cell.parameters(), 0.01)
+state, total = torch.zeros(16, 8), 0.0
+for i in range(4):
+    state = cell(batch(1), state.detach())
+    out = state * (i != 2)
+    loss = torch.log(out.abs()).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    total += loss.exp()
+"""
 SCRIPTS = {  # script -> cause, line, operation
     "logarithm": (LOOP.replace("LOSS", "loss = torch.log(out).mean()"), "loss", "torch.log", "log"),
     "backward": (LOOP.replace("LOSS", "loss = out.norm() + out.square().sum().sqrt()"),
@@ -83,6 +115,9 @@ SCRIPTS = {  # script -> cause, line, operation
     "a module without parameters": (
         LOOP.replace("LOSS", "loss = nn.GaussianNLLLoss(eps=1e-45)(x[:, :4], x[:, :4], out ** 2)"),
         "loss", "GaussianNLLLoss", None),
+    "in other forms": (
+        LOOP.replace("LOSS", "out = torch.as_tensor(out).T.contiguous(); loss = out.log().mean()"),
+        "loss", "out.log()", "log"),
     "written in place": (
         LOOP.replace("LOSS", "out += 1; out -= 1; out.log_(); loss = out.mean()"),
         "loss", "out.log_()", "log_"),
@@ -91,6 +126,9 @@ SCRIPTS = {  # script -> cause, line, operation
               "data", "x.std(0)", "div"),
     "batch in place": (PREPARED.replace("LINES", "m = x.mean(0); x -= m; x /= x.std(0)"),
                        "data", "x /= ", "div_"),
+    "two optimizers": (HEAD.replace("for i in range(4):", GAN), "loss", "torch.log(", "log"),
+    "a state that goes on": (HEAD.replace("for i in range(4):", STATE),
+                             "loss", "torch.log(", "log"),
     "batch of a DataLoader": (HEAD.replace("for i in range(4):", LOADED),
                               "data", "x.std(0)", "div"),
 }  # fmt: skip
@@ -191,6 +229,27 @@ assert seen == [[], ["Mine"], ["DeviceContext"], ["DeviceContext"], []], seen
 """
 
 
+WORKERS = """
+from torch.overrides import _get_current_function_mode_stack as stack
+from torch.utils.data import DataLoader
+class Modes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return torch.tensor(len(stack()))
+loader = DataLoader(Modes(), 2, num_workers=1, multiprocessing_context="fork")
+assert [one.tolist() for one in loader] == [[0, 0], [0, 0]]
+net(batch(0)).sum().backward()
+opt.step()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_nothing_is_noted_in_workers_of_a_loader(run):
+    report, said = run(HEAD.replace("for i in range(4):", WORKERS))
+    assert (report, said) == (None, "")
+
+
 def test_modes_of_the_program_stay_in_order(run):
     report, said = run(HEAD.replace("for i in range(4):", MODES))
     assert (report, said) == (None, "")
@@ -215,6 +274,49 @@ def test_other_networks_and_long_steps_are_not_noted():
         lines.stop()
 
 
+def test_activations_are_not_kept(run):
+    """Of forwards without a backward, and of two optimizers that step in turn."""
+    report, said = run(HEAD.replace("for i in range(4):", KEPT))
+    assert (report, said) == (None, "")
+
+
+KEPT = """
+import gc, weakref
+from torch.utils.data import DataLoader, TensorDataset
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mine = Activation()
+        made.append(weakref.ref(ctx.mine))
+        return x * x
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+class Activation:
+    pass
+class Net(nn.Linear):
+    def forward(self, x):
+        return Square.apply(super().forward(x))
+made = []
+nets = [Net(8, 4), Net(8, 4)]
+opts = [torch.optim.SGD(one.parameters(), 0.01) for one in nets]
+def alive():
+    gc.collect()
+    return sum(one() is not None for one in made)
+for i in range(20):
+    for net, opt in zip(nets, opts):
+        out = net(batch(1))
+        out.mean().backward()
+        opt.step()
+        opt.zero_grad()
+assert alive() <= 2, alive()
+for (x,) in DataLoader(TensorDataset(torch.randn(40, 8)), 2):  # a validation, without no_grad
+    out = nets[0](x)
+    loss = F.mse_loss(out, out.detach())
+assert alive() <= 3, alive()
+"""
+
+
 def test_what_is_run_again_writes_to_nothing_of_the_program():
     """Averages of weights, masters: such writes are not noted. Batches are written as copies."""
     lines = Lines()
@@ -233,6 +335,42 @@ def test_what_is_run_again_writes_to_nothing_of_the_program():
     for one in (average, x, *masters):
         assert torch.equal(one, torch.full((3,), 2.0))
     assert torch.equal(y, torch.full((3,), 4.0))
+
+
+OWNED = """
+import numpy
+array, generator = numpy.ones((16, 8), numpy.float32), torch.Generator()
+average, state = [one.detach().clone() for one in net.parameters()], torch.zeros(8)
+for i in range(4):
+    x = batch(1)
+    out = net(x)
+    LINES
+    loss = (out * (i != 2)).log().mean()
+    loss.backward()
+    opt.step()
+print(array.sum(), torch.rand(4, generator=generator), average, state)
+print([one.grad.isfinite().all() for one in net.parameters()])
+"""
+OWN = {
+    "an average": "[one.data.mul_(0.9) for one in average]",
+    "an array": "mine = torch.as_tensor(array); mine *= 2",
+    "a generator": "out = out + torch.randn(16, 4, generator=generator)",
+    "drawn in place": "out = out + torch.empty(16, 4).normal_(generator=generator)",
+    "gradients": "[one.grad.zero_() for one in net.parameters() if one.grad is not None]",
+    "a state": "state.data += x.mean(0)",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_the_script_has_stays_as_without(run, capsys, name):
+    text = HEAD.replace("for i in range(4):", OWNED.replace("LINES", OWN[name]))
+    exec(compile(text, "train.py", "exec"), {})
+    plain = capsys.readouterr().out
+    pathlib.Path("train.py").write_text(text)
+    assert main(["debug", "train.py"]) == 0
+    assert capsys.readouterr().out == plain
+    report = json.loads(pathlib.Path("apex-debug", "report.json").read_text())
+    assert ("loss = (out" in report["line"]) == (name != "drawn in place")
 
 
 def test_only_one_mode_is_there_after_many_changes():

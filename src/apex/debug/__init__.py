@@ -11,8 +11,8 @@ the program does not. When a step is not finite, its update is skipped and the s
 * ``entry`` checks the arguments, ``watch`` keeps the step, finds the fault, skips the update;
 * ``attaching`` says where a watch sits in models and scalers, so that it is not saved with them;
 * ``calls`` is what is kept of a forward, and how it runs again;
-* ``lines`` notes what is computed outside of the model, ``growth`` the size of weights (both for
-  ``apex debug``), ``undisturbed`` hides a replay from the program;
+* ``lines`` notes what is computed outside of the model and ``tape`` runs it again, ``growth`` notes
+  the size of weights (these for ``apex debug``), ``undisturbed`` hides a replay from the program;
 * ``tracing`` looks at each operation of a replay, ``operations`` has the lists for that, and
   ``widening`` repeats a replay in float32;
 * ``explain`` chooses the replays and concludes the cause, ``update`` repeats an optimizer's update,

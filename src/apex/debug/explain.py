@@ -22,10 +22,10 @@ import torch
 
 from apex.debug.calls import Call, Outcome, Replay, StepError, unchanged
 from apex.debug.growth import Growth
-from apex.debug.lines import Tape
 from apex.debug.ranks import Together
 from apex.debug.report import Report
 from apex.debug.sentences import HINT, OUTSIDE, rows_of
+from apex.debug.tape import Tape
 from apex.debug.tensors import describe, is_bad, named_in, names_of_stepped, params_of, plain
 from apex.debug.tracing import Origin, Trace
 from apex.debug.undisturbed import undisturbed

@@ -2,13 +2,14 @@
 
 :class:`Lines` is a function mode of torch. ``apex debug`` turns it on between a step and the first
 forward (the batch is prepared) and between a forward and backward (the loss), and off elsewhere:
-always on, it takes 3 to 5 times a small step. It notes functions and arguments by reference.
-:class:`Tape` is what was noted of one step, and runs it again in the order of the program, with the
-forwards of the watched models in between.
+always on, it takes 3 to 5 times a small step. It notes functions, arguments from outside by
+reference, and what was made by weak references. A ``Tape`` is what was noted of one step, and runs
+it again in the order of the program, with the forwards of the watched models in between.
 
 Not noted: what networks compute that are not watched (modules with parameters); what is inside of a
 function mode of the program; anything once the program has called ``torch.compile``, whose guards
-see function modes; and what follows 256 functions or 256 MB of results in a step.
+see function modes; amp's own functions; child processes; random numbers of a generator of the
+program; and what follows 256 functions or 256 MB of arguments and results in a step.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import dataclass, field
-from types import CodeType
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,110 +26,22 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from apex.debug.calls import Call, Outcome, Replay, as_it_was, tensors_in, version_of
+from apex.debug.calls import Call, tensors_in, version_of
+from apex.debug.tape import Forward, Noted, Ref, Tape
 from apex.debug.tensors import tensors_of
-from apex.debug.tracing import Trace, show_line
 
 _modes: Any = torch.overrides  # without types
-_MOST = 256  # functions of a step
-_BYTES = 256_000_000  # of results
+_MOST = 256  # functions and forwards of a step
+_BYTES = 256_000_000  # of what they take and give
 _SKIPPED = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     "<frozen",
 )
-
-
-@dataclass
-class Noted:
-    """A function that a program called, and the line of the program."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-    result: Any
-    code: CodeType | None
-    line: int
-
-
-@dataclass
-class Tape:
-    """What was noted of one step.
-
-    Attributes:
-        items: Functions, and forwards of watched models with their outputs, in order.
-        losses: What ``backward`` was called on.
-        prepared: How many operations of a trace came before the first forward.
-    """
-
-    items: list[Noted | tuple[Call, list[torch.Tensor]]] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-    is_whole: bool = True
-    made: set[int] = field(default_factory=set)  # by functions and forwards
-    given: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)  # others, by version
-    before: dict[int, torch.Tensor] = field(default_factory=dict)  # copies of those written to
-    size: int = 0
-    random: torch.Tensor = field(default_factory=torch.get_rng_state)
-    prepared: int = 0
-    trace: Trace | None = None
-
-    def has_begun(self) -> bool:
-        """Whether a forward came."""
-        return bool(self._forwards())
-
-    def can_run(self, last: Call) -> bool:
-        """Whether all was noted up to a forward, and nothing that it reads was written since."""
-        same = all(
-            version_of(one) == version and one.grad_fn is None  # its graph is not there any more
-            for key, (one, version) in self.given.items()
-            if key not in self.before
-        )
-        return self.is_whole and same and any(last is call for call, _ in self._forwards())
-
-    def _forwards(self) -> list[tuple[Call, list[torch.Tensor]]]:
-        return [item for item in self.items if not isinstance(item, Noted)]
-
-    def run(self, replay: Replay, factor: float = 1.0) -> Outcome:
-        """Run all again, forward and backward, at ``factor`` times the loss scale."""
-        made = {key: one.clone() for key, one in self.before.items()}
-        outcome, self.prepared = Outcome(), 0
-        torch.set_rng_state(self.random)
-        for item in self.items:
-            if isinstance(item, Noted):
-                self._at(item)
-                args, kwargs = tree_map(lambda one: _now(one, made), (item.args, item.kwargs))
-                _pair(tensors_of(item.result), tensors_of(item.function(*args, **kwargs)), made)
-                continue
-            self._at(None)
-            if self.trace is not None and not outcome.outputs:
-                self.prepared = self.trace.count
-            call, outputs = item
-            with as_it_was(call):
-                args, kwargs = tree_map(lambda one: _now(one, made), (call.args, call.kwargs))
-                now = tensors_in(call.model(*args, **kwargs))
-            outcome.outputs.append(now)
-            _pair(outputs, now, made)
-        self._at(None)
-        for number, loss in enumerate(self.losses, 1):
-            now = outcome.loss = _now(loss, made)
-            if now.requires_grad:
-                pair = (now if factor == 1.0 else now * factor, torch.ones_like(now))
-                replay.backward(outcome, [pair], [], keep=number < len(self.losses))
-        return outcome
-
-    def _at(self, item: Noted | None) -> None:
-        if self.trace is not None:
-            self.trace.at = show_line(item.code, item.line) if item and item.code else ""
-
-
-def _now(leaf: Any, made: dict[int, torch.Tensor]) -> Any:
-    return made.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _pair(
-    before: list[torch.Tensor], now: list[torch.Tensor], made: dict[int, torch.Tensor]
-) -> None:
-    made.update({id(old): new for old, new in zip(before, now, strict=False)})
+# Functions whose result may be memory of the program (of NumPy), and properties of tensors.
+_ALIASES = {"__get__", "as_tensor", "asarray"}
+_is_skipped: dict[str, bool] = {}  # file -> whether its lines are not the program's
+_is_in_place: dict[str, bool] = {}  # name of a function -> whether it writes to its first argument
 
 
 class Lines(TorchFunctionMode):
@@ -141,6 +54,8 @@ class Lines(TorchFunctionMode):
         self._left, self._depth = _MOST, 0  # the second: watched forwards that run
         self._thread = threading.get_ident()
         self._network: torch.nn.Module | None = None  # not watched, and running now
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=partial(_stop, weakref.ref(self)))
 
     # -- when it is on ---------------------------------------------------------------------------
 
@@ -159,7 +74,8 @@ class Lines(TorchFunctionMode):
         """Note nothing from here on."""
         if not self._is_on or self._elsewhere():
             return
-        if self not in _modes._get_current_function_mode_stack():
+        depth = _modes._len_torch_function_stack()
+        if not any(_modes._get_function_stack_at(i) is self for i in range(depth)):
             return  # inside of a function that is noted
         self._is_on = False
         torch_modules._global_forward_pre_hooks.pop(id(self), None)
@@ -178,7 +94,7 @@ class Lines(TorchFunctionMode):
         self._is_stopped = True
         self.off()
         torch_modules._global_forward_hooks.pop(id(self), None)  # of a network that has raised
-        self.tape = Tape()
+        self.tape, self._left = Tape(), 0
 
     def _elsewhere(self) -> bool:
         """Whether another thread asks: function modes and the tape belong to one."""
@@ -203,6 +119,15 @@ class Lines(TorchFunctionMode):
         if not self._elsewhere():
             self.tape, self._left = Tape(), _MOST
 
+    def end_step(self, *, is_last: bool) -> None:
+        """An optimizer has stepped; if not the last, others may step from the same forwards."""
+        if is_last:
+            self.begin_step()
+        elif not self._elsewhere():
+            if self.tape.earlier is not None:
+                self.tape.earlier.earlier = None
+            self.tape, self._left = Tape(earlier=self.tape), _MOST
+
     def begin_call(self) -> None:
         """A watched forward begins."""
         if self._elsewhere():
@@ -216,10 +141,9 @@ class Lines(TorchFunctionMode):
         """A watched forward has ended; ``None`` for one that is not replayed."""
         if self._elsewhere():
             return
-        if call is not None:
-            outputs = tensors_in(output)
-            self.tape.items.append((call, outputs))
-            self._made(outputs)
+        self._left -= 1
+        if call is not None and self._left > 0:
+            self.tape.items.append(Forward(call, self._made(tensors_in(output))))
         self._depth -= 1
         self.on()
 
@@ -228,10 +152,16 @@ class Lines(TorchFunctionMode):
         if not self._is_on or self._elsewhere():
             return
         self.off()
-        if loss is None or not is_plain or id(loss) not in self.tape.made:
+        ref = None if loss is None else self.tape.ref(loss)
+        if ref is None or not is_plain:
             self.tape.is_whole = False
         else:
-            self.tape.losses.append(loss)
+            self.tape.losses.append(ref)
+
+    def scaled(self, loss: torch.Tensor, scaled: torch.Tensor, scale: Any) -> None:
+        """Note what amp made of a loss, in functions that were not noted."""
+        if self._is_on and not self._elsewhere() and scaled is not loss:
+            self._note(_scale, (loss, scale), {}, [scaled])
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -239,51 +169,111 @@ class Lines(TorchFunctionMode):
         kwargs = kwargs or {}
         self._left -= 1
         if self._left <= 0:
-            self.tape.is_whole = False
+            self._give_up()
             return func(*args, **kwargs)
-        writes = _writes(func, kwargs)
-        is_noted = not writes or self._keep(kwargs.get("out", args[0] if args else None))
+        name = getattr(func, "__name__", "")
+        writes = _is_in_place.get(name)
+        if writes is None:
+            writes = _is_in_place[name] = _ends_in_place(name)
+        if writes or "out" in kwargs:
+            return self._write(func, args, kwargs)
         result = func(*args, **kwargs)
-        results = _tensors((result,))
-        if is_noted and (results or writes):
-            self._note(func, args, kwargs, result, results)
+        if name in _ALIASES and _is_alias(func, args, result):
+            of_made = isinstance(args[0], torch.Tensor) and self.tape.ref(args[0]) is not None
+            self.tape.aliases[id(result)] = Ref(result), of_made
+        elif (results := _tensors(result)) and "generator" not in kwargs:
+            self._note(func, args, kwargs, results)
         return result
 
-    def _note(
-        self, func: Any, args: Any, kwargs: Any, result: Any, results: list[torch.Tensor]
-    ) -> None:
-        tape = self.tape
-        for one in _tensors((*args, *kwargs.values())):
-            if id(one) not in tape.made and id(one) not in tape.given:
-                tape.given[id(one)] = (one, version_of(one))
-        code, line = _program_line()
-        tape.items.append(Noted(func, args, kwargs, result, code, line))
-        self._made(results)
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = kwargs.get("out", args[0] if args else None)
+        others: list[torch.Tensor] = []
+        for one in (*args, *kwargs.values()):
+            self._kept(one, others)
+        is_known = "generator" not in kwargs and all(one.grad_fn is None for one in others)
+        is_noted = self._keep(target, is_known=is_known)
+        result = func(*args, **kwargs)
+        if is_noted:
+            self._note(func, args, kwargs, _tensors(result))
+        return result
 
-    def _made(self, tensors: list[torch.Tensor]) -> None:
-        tape = self.tape
+    def _note(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
+        """Note a function, unless it takes what no replay makes."""
+        others: list[torch.Tensor] = []
+        args = [self._kept(one, others) for one in args]
+        if kwargs:
+            kwargs = {name: self._kept(one, others) for name, one in kwargs.items()}
+        if others:
+            if any(one.grad_fn is not None for one in others):
+                return  # of another step, or of a network that is not watched
+            self._give(others)
+        frame: Any = sys._getframe(2)
+        while frame is not None and _is_of_a_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        self.tape.items.append(Noted(func, args, kwargs, self._made(results), *place))
+
+    def _kept(self, value: Any, others: list[torch.Tensor]) -> Any:
+        """An argument with references to what was made; ``others`` are the other tensors in it."""
+        if isinstance(value, torch.Tensor):
+            ref = self.tape.ref(value)
+            if ref is None:
+                others.append(value)
+                return value
+            return ref
+        if type(value) is list or type(value) is tuple:  # tree_map takes 8 us
+            return type(value)([self._kept(one, others) for one in value])
+        if isinstance(value, list | tuple | dict):
+            return tree_map(lambda one: self._kept(one, others), value)
+        return value
+
+    def _give(self, tensors: list[torch.Tensor]) -> None:
+        given = self.tape.given
         for one in tensors:
-            tape.made.add(id(one))
+            if id(one) not in given:
+                given[id(one)] = (one, version_of(one))
+                if not one.requires_grad:
+                    self._grow(one)
+
+    def _made(self, tensors: list[torch.Tensor]) -> list[Ref[torch.Tensor]]:
+        refs = []
+        for one in tensors:
+            ref = self.tape.made[id(one)] = Ref(one)
+            refs.append(ref)
             self._grow(one)
+        return refs
 
     def _grow(self, tensor: torch.Tensor, times: int = 1) -> None:
-        self.tape.size += times * tensor.nbytes if tensor.layout is torch.strided else 0
-        if self.tape.size > _BYTES:
-            self.tape, self._left = Tape(is_whole=False), 0
+        if tensor.layout is torch.strided:
+            self.tape.size += times * tensor.nbytes
+            if self.tape.size > _BYTES:
+                self._give_up()
 
-    def _keep(self, target: Any) -> bool:
+    def _give_up(self) -> None:
+        """Note nothing more of this step."""
+        self._left = 0
+        if self.tape.is_whole:
+            self.tape = Tape(is_whole=False)
+
+    def _keep(self, target: Any, *, is_known: bool) -> bool:
         """Copy a tensor of the program before a function writes to it; whether that is noted.
 
-        Not noted: writes to parameters and to lists of tensors (masters, averages of weights), so
-        that nothing that runs again can write to them. They are read as they are then.
+        Not noted: writes to parameters, to ``.data``, ``.grad`` and lists of tensors (masters,
+        averages of weights), so that nothing that runs again can write to them. They are read as
+        they are then. A generator of the program would give other numbers when it runs again.
         """
         tape = self.tape
         if not isinstance(target, torch.Tensor):
-            tape.is_whole = tape.is_whole and tape.made.isdisjoint(map(id, tensors_of(target)))
+            tape.is_whole = tape.is_whole and not any(map(tape.ref, tensors_of(target)))
             return False
-        if id(target) in tape.made or id(target) in tape.before:
-            return True
-        if target.requires_grad or isinstance(target, torch.nn.Parameter):
+        if id(target) in tape.before or tape.ref(target) is not None:
+            tape.is_whole = tape.is_whole and is_known
+            return is_known
+        alias, of_made = tape.aliases.get(id(target), (None, False))
+        if alias is not None and alias() is target:
+            tape.is_whole = tape.is_whole and not of_made
+            return False
+        if not is_known or target.requires_grad or isinstance(target, torch.nn.Parameter):
             return False
         tape.given.setdefault(id(target), (target, version_of(target)))
         tape.before[id(target)] = target.detach().clone()
@@ -291,27 +281,41 @@ class Lines(TorchFunctionMode):
         return True
 
 
-def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
-    """As :func:`tensors_of`, which takes 3 us more for a few arguments."""
-    found = []
-    for one in values:
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif isinstance(one, list | tuple | dict):
-            found += tensors_of(one)
-    return found
+def _stop(lines: weakref.ref[Lines]) -> None:
+    """Note nothing in a child process, such as a worker of a DataLoader."""
+    if (here := lines()) is not None:
+        here.stop()
 
 
-def _writes(function: Any, kwargs: Any) -> bool:
-    """Whether a function writes to its first argument, by its name; or to ``out``."""
-    name = getattr(function, "__name__", "")
+def _scale(loss: torch.Tensor, scale: Any) -> torch.Tensor:
+    wide = loss if loss.dtype == torch.float64 else loss.float()
+    return torch.mul(wide, scale)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    """As :func:`tensors_of`, which takes 3 us more for one tensor."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return tensors_of(result) if isinstance(result, list | tuple | dict) else []
+
+
+def _ends_in_place(name: str) -> bool:
+    """Whether a function writes to its first argument, by its name."""
     in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
-    return in_place or name == "__setitem__" or "out" in kwargs
+    return in_place or name == "__setitem__"
 
 
-def _program_line() -> tuple[CodeType | None, int]:
-    """The innermost line of the program itself."""
-    frame: Any = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        frame = frame.f_back
-    return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+def _is_alias(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a result is memory whose version does not say that the program writes to it."""
+    if not args or not isinstance(result, torch.Tensor):
+        return False
+    if func.__name__ == "__get__":
+        return func.__self__.__name__ in ("data", "grad")
+    return not isinstance(args[0], torch.Tensor)  # of torch.as_tensor: an array
+
+
+def _is_of_a_library(file: str) -> bool:
+    found = _is_skipped.get(file)
+    if found is None:
+        found = _is_skipped[file] = file.startswith(_SKIPPED)
+    return found

@@ -204,6 +204,8 @@ class Watch:
         with self._lock:
             if self._stepped:  # of several optimizers; the others needed the calls as well
                 self._drop()
+                if self._lines is not None:
+                    self._lines.tape.forget(list(self._calls))
             if len(self._calls) == _MOST_CALLS and not self._warned:
                 self._warned = True
                 self._warn(
@@ -357,10 +359,11 @@ class Watch:
             self._since, self.fault = self.steps, None if before else self.fault
             if self._every and self.steps % self._every == 0:
                 self.drifts += self._sampler.sample(self.steps)
-        if len(self._stepped) == len(self._optimizers):
+        is_last = len(self._stepped) == len(self._optimizers)
+        if is_last:
             self._drop()
-            if self._lines is not None:
-                self._lines.begin_step()
+        if self._lines is not None:
+            self._lines.end_step(is_last=is_last)
         return is_bad
 
     def _tell(self) -> None:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from apex.amp import scaling
 from apex.bench.cli import UsageError
 from apex.bench.debugging.script import say
 from apex.bench.options import check_folder
@@ -63,6 +64,7 @@ class Program:
             self._lines.on()
         called, call = self._called, self._call
 
+        @functools.wraps(call)
         def look(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             called(module)
             return call(module, *args, **kwargs)
@@ -138,6 +140,13 @@ def _follow(lines: Lines) -> list[Callable[[], None]]:
         lines.on()
         return result
 
+    def scale(inner: Callable[..., Any], block: Any) -> Any:
+        lines.off()  # amp calls up to 60 functions
+        scaled = inner(block)
+        lines.on()
+        lines.scaled(block.loss, scaled, 1.0 if block._pass is None else block._pass.scale)
+        return scaled
+
     def backward(inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         one = isinstance(tensors, torch.Tensor)
         is_plain = not args and not any(v is not None and v is not False for v in kwargs.values())
@@ -154,6 +163,7 @@ def _follow(lines: Lines) -> list[Callable[[], None]]:
         _around(torch.optim.Optimizer, "zero_grad", quietly),
         _around(torch.nn.Module, "zero_grad", quietly),
         _around(loader, "__next__", batch),
+        _around(scaling._Block, "__enter__", scale),
         _around(torch.Tensor, "backward", backward),
         _around(torch.autograd, "backward", backward),
     ]

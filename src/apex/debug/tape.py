@@ -1,0 +1,159 @@
+"""What was noted of a step by :class:`apex.debug.lines.Lines`, and how it runs again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+from apex.debug.calls import Call, Outcome, Replay, as_it_was, tensors_in, version_of
+from apex.debug.tensors import tensors_of
+from apex.debug.tracing import Trace, show_line
+
+Ref = weakref.ref  # to what was made, by which a replay finds what it makes in its place
+
+
+class Noted(NamedTuple):
+    """A function that a program called, and where.
+
+    Tensors that the tape has seen made are references, in ``args`` too: a tensor would keep its
+    graph, with the activations of forwards without a backward.
+    """
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: list[Ref[torch.Tensor]]
+    code: CodeType | None
+    instruction: int
+
+
+class Forward(NamedTuple):
+    """A forward of a watched model, and its outputs."""
+
+    call: Call
+    results: list[Ref[torch.Tensor]]
+
+
+@dataclass
+class Tape:
+    """What was noted of one step.
+
+    Attributes:
+        items: In order.
+        losses: What ``backward`` was called on.
+        earlier: Of the step of another optimizer before. A GAN's generator has run in that one.
+        made: By functions and forwards, by ``id``; it may be another tensor of the same ``id``.
+        given: Other arguments, with their versions.
+        before: Copies of those of them that are written to.
+        aliases: Tensors of memory that the program has elsewhere, too, by ``id``; whether it was
+            made.
+        prepared: How many operations of a trace came before the first forward.
+    """
+
+    items: list[Noted | Forward] = field(default_factory=list)
+    losses: list[Ref[torch.Tensor]] = field(default_factory=list)
+    earlier: Tape | None = None
+    is_whole: bool = True
+    made: dict[int, Ref[torch.Tensor]] = field(default_factory=dict)
+    given: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    before: dict[int, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[int, tuple[Ref[torch.Tensor], bool]] = field(default_factory=dict)
+    size: int = 0
+    random: torch.Tensor = field(default_factory=torch.get_rng_state)
+    prepared: int = 0
+    trace: Trace | None = None
+
+    def ref(self, tensor: torch.Tensor) -> Ref[torch.Tensor] | None:
+        """The reference to a tensor that was made; ``None`` for others."""
+        tape: Tape | None = self
+        while tape is not None:
+            found = tape.made.get(id(tensor))
+            if found is not None and found() is tensor:
+                return found
+            tape = tape.earlier
+        return None
+
+    def has_begun(self) -> bool:
+        """Whether a forward came."""
+        return any(isinstance(item, Forward) for item in self.items)
+
+    def forget(self, calls: list[Call]) -> None:
+        """Forget the steps before, unless they have one of ``calls``, whose backward may come."""
+        if self.earlier is not None:
+            self.earlier.losses.clear()
+            kept = [item.call for item in self.earlier.items if isinstance(item, Forward)]
+            if not any(one is call for one in kept for call in calls):
+                self.earlier = None
+
+    def can_run(self, last: Call) -> bool:
+        """Whether all was noted up to a forward, and nothing that it reads was written since."""
+        forwards = [i for tape in self._all() for i in tape.items if isinstance(i, Forward)]
+        return any(last is item.call for item in forwards) and all(
+            tape.is_whole
+            and all(
+                version_of(one) == version
+                for key, (one, version) in tape.given.items()
+                if key not in tape.before
+            )
+            for tape in self._all()
+        )
+
+    def _all(self) -> Iterator[Tape]:
+        if self.earlier is not None:
+            yield from self.earlier._all()
+        yield self
+
+    def run(self, replay: Replay, factor: float = 1.0) -> Outcome:
+        """Run all again, forward and backward, at ``factor`` times the loss scale."""
+        outcome, self.prepared = Outcome(), 0
+        made: dict[int, torch.Tensor] = {}  # by the id of a reference, or of a tensor that is kept
+        for tape in self._all():
+            made.update({key: one.clone() for key, one in tape.before.items()})
+            torch.set_rng_state(tape.random)
+            for item in tape.items:
+                self._run(item, made, outcome)
+        losses = [ref for tape in self._all() for ref in tape.losses]
+        for number, ref in enumerate(losses, 1):
+            now = outcome.loss = made[id(ref)]
+            if now.requires_grad:
+                pair = (now if factor == 1.0 else now * factor, torch.ones_like(now))
+                replay.backward(outcome, [pair], [], keep=number < len(losses))
+        return outcome
+
+    def _run(self, item: Noted | Forward, made: dict[int, torch.Tensor], outcome: Outcome) -> None:
+        if isinstance(item, Noted):
+            self._at(item)
+            args, kwargs = tree_map(lambda one: made.get(id(one), one), (item.args, item.kwargs))
+            now = tensors_of(item.function(*args, **kwargs))
+            self._at(None)
+        else:
+            if self.trace is not None and not outcome.outputs:
+                self.prepared = self.trace.count
+            call = item.call
+            with as_it_was(call):
+                args, kwargs = tree_map(lambda one: self._now(one, made), (call.args, call.kwargs))
+                now = tensors_in(call.model(*args, **kwargs))
+            outcome.outputs.append(now)
+        made.update({id(ref): one for ref, one in zip(item.results, now, strict=False)})
+
+    def _now(self, leaf: Any, made: dict[int, torch.Tensor]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return made.get(id(self.ref(leaf)), made.get(id(leaf), leaf))
+
+    def _at(self, item: Noted | None) -> None:
+        if self.trace is not None:
+            self.trace.at = show_line(item.code, _line(item)) if item and item.code else ""
+
+
+def _line(item: Noted) -> int:
+    """The line of an instruction; looked up in a replay, since it takes 1 us in a long function."""
+    assert item.code is not None
+    lines = item.code.co_lines()
+    return next((n or 0 for first, end, n in lines if first <= item.instruction < end), 0)
