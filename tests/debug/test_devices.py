@@ -6,6 +6,7 @@ from torch import nn
 
 from apex import debug
 from apex.debug import ranks
+from apex.debug.tape import Tape
 from apex.debug.widening import Wide
 
 
@@ -53,6 +54,13 @@ def test_replays_draw_the_same_numbers_on_every_gpu(gpus):
     assert len(drawn) > 2
     assert all(draw == [11, 21] for draw in drawn[2:])
     assert gpus == [12, 22]
+
+
+def test_a_tape_has_the_numbers_of_every_gpu(gpus):
+    tape = Tape()
+    gpus[:] = [1, 2]
+    tape.run(None)
+    assert gpus == [10, 20]
 
 
 def test_a_second_run_in_float32_draws_the_same_numbers_on_every_gpu(gpus):

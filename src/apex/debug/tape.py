@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from apex.debug.calls import Call, Outcome, Replay, as_it_was, tensors_in, version_of
+from apex.debug.calls import (
+    Call,
+    Outcome,
+    Replay,
+    as_it_was,
+    random_states,
+    set_random_states,
+    tensors_in,
+    version_of,
+)
 from apex.debug.tensors import tensors_of
 from apex.debug.tracing import Trace, show_line
 
@@ -65,7 +74,7 @@ class Tape:
     before: dict[int, torch.Tensor] = field(default_factory=dict)
     aliases: dict[int, tuple[Ref[torch.Tensor], bool]] = field(default_factory=dict)
     size: int = 0
-    random: torch.Tensor = field(default_factory=torch.get_rng_state)
+    random: list[torch.Tensor] = field(default_factory=random_states)
     prepared: int = 0
     trace: Trace | None = None
 
@@ -115,7 +124,7 @@ class Tape:
         made: dict[int, torch.Tensor] = {}  # by the id of a reference, or of a tensor that is kept
         for tape in self._all():
             made.update({key: one.clone() for key, one in tape.before.items()})
-            torch.set_rng_state(tape.random)
+            set_random_states(tape.random)
             for item in tape.items:
                 self._run(item, made, outcome)
         losses = [ref for tape in self._all() for ref in tape.losses]
