@@ -83,6 +83,7 @@ def _run(folder, *words):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sizes(tmp_path):
     """Of a small suite with this one's conftest."""
     for name in ("one", "contrib"):

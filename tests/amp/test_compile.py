@@ -83,6 +83,7 @@ def test_a_model_in_a_thread_of_another_level(level, ambient):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+@pytest.mark.slow
 def test_training(level):
     def train(wrap):
         torch.manual_seed(0)

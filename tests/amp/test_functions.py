@@ -137,6 +137,7 @@ def _attempt(key, args):
 
 
 @pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.slow
 def test_o4_is_torchs_autocast(kind):
     half = torch.bfloat16
     for key, given in CALLS[kind].items():

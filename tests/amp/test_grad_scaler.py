@@ -58,6 +58,7 @@ def test_float16_shards(four):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_plain_tensors_beside_dtensors(four):
     """(b)"""
     for found, weights, alone in run(four, programs.mixed_kinds, OURS):

@@ -318,6 +318,7 @@ def test_the_kernels_give_the_same(level, kind):
 
 
 @cases
+@pytest.mark.slow
 def test_a_fused_step_gives_the_same_weights(case):
     def run(operations):
         with _runtime.use("reference"):

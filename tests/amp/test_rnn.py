@@ -93,6 +93,7 @@ def test_training(kind, level):
 
 
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+@pytest.mark.slow
 def test_compiled(kind):
     torch._dynamo.reset()
     model, x = cast("O1", Last(kind)), torch.randn(5, 3, 4)

@@ -289,6 +289,7 @@ def test_the_share_that_is_reported_ends_at_one_with_a_line_after_the_first_roun
 
 
 @pytest.mark.usefixtures("no_profiling")
+@pytest.mark.slow
 def test_memory_and_operators_are_measured_at_the_first_seed(monkeypatch):
     monkeypatch.undo()
     first, native = train(user_task.Regression(), ["O0", "native-bf16"])
@@ -379,6 +380,7 @@ BUDGETS = [
 
 @pytest.mark.parametrize("budget_s", BUDGETS)
 @pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.slow
 def test_levels_of_any_budget_end_after_as_many_steps(monkeypatch, budget_s, epochs):
     seconds = {"O0": 1.0, "O4": 0.4, "O5": 1.3, "native-fp16": 2.6}
     clock = Clock(monkeypatch, seconds)

@@ -153,6 +153,7 @@ MOMENTS = {  # what happens, and the step of the checkpoint that must be there t
 
 
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.slow
 def test_killed_at_a_moment_and_resumed(run, untouched, moment, tmp_path):
     path = tmp_path / "checkpoint.pt"
     moment, saved = moment

@@ -23,5 +23,6 @@ def test_a_planted_fault_is_found(function):
         call(planted.running, function)
 
 
+@pytest.mark.slow
 def test_numbers_that_no_kernel_writes_are_nan():
     assert call(planted.unwritten) == [False] * 63 + [True]

@@ -56,6 +56,7 @@ def test_shards_are_stepped_as_whole_tensors(ranks, name):
 
 
 @pytest.mark.parametrize("name", WITH_NORMS)
+@pytest.mark.slow
 def test_norms_are_those_of_whole_tensors(ranks, name):
     """A step has one all-reduce for each norm and each dimension of the mesh with shards."""
     cases = ["rows", "two ranks"] if name == "LARC of torch" else [*PLACED]
