@@ -118,6 +118,18 @@ def test_a_dry_run_of_named_parts(tmp_path):
     assert "ops " in done.stdout
 
 
+def test_every_folder_of_tests_is_in_the_suite_once_and_trainings_are_first():
+    assert tools.SUITE[:3] == ["tests/amp", "tests/optimizers", "tests/ops"]
+    folders = {path.parent.name for path in ROOT.glob("tests/*/test_*.py")}
+    assert sorted(tools.SUITE) == sorted(f"tests/{name}" for name in folders | {"gpu", "typed"})
+
+
+def test_a_name_that_no_part_begins_with_is_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tools.main(["nonsense"])
+    assert "'nonsense' is no part: choose from checks, times, suite, " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_without_a_gpu_it_says_what_to_do(tmp_path):
     words = [sys.executable, "-m", "tools.gpu", "times", "--out", str(tmp_path)]
