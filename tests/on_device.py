@@ -65,8 +65,7 @@ class OnDevice:
         self.environment = {name: os.environ.get(name) for name in self.of_children}
         if self.device.type == "cuda":
             _decorate_kernels()
-            torch.cuda.init()  # sees the GPU; from here on the environment is that of children
-            os.environ.update(self.of_children)
+            torch.cuda.init()  # sees the GPU, whatever the environment of children hides later
         for name in DRAWN + DRAWN_LIKE:
             self.patch.setattr(torch, name, self.drawn(getattr(torch, name), name in DRAWN))
         for name in IN_PLACE:

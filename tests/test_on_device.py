@@ -115,13 +115,14 @@ def test_weights_are_drawn_on_the_cpu(name, elsewhere):
 
 
 @pytest.mark.slow
-def test_a_suite_on_a_gpu_that_is_faked(tmp_path):
+@pytest.mark.parametrize("processes", ["-n0", "-n1"])
+def test_a_suite_on_a_gpu_that_is_faked(tmp_path, processes):
     (tmp_path / "tests/one").mkdir(parents=True)
     (tmp_path / "tests/one/test_it.py").write_text(SUITE)
     (tmp_path / "tests/conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     lines = "[pytest]\nfilterwarnings = error\nmarkers =\n  slow\n  exhaustive\n  gpu\n  dist\n"
     (tmp_path / "pytest.ini").write_text(lines)
-    words = ("-q", "-n0", "-p", "no:cacheprovider", "-p", "tests.fake_gpu", "--device", "cuda")
+    words = ("-q", processes, "-p", "no:cacheprovider", "-p", "tests.fake_gpu", "--device", "cuda")
     done = _run(tmp_path, "-m", "pytest", *words, "tests/one/test_it.py")
     assert done.returncode == 0, done.stdout
-    assert re.search(r"4 passed, 1 deselected", done.stdout)
+    assert re.search(r"\b4 passed\b", done.stdout)
