@@ -53,8 +53,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--device",
         choices=["cpu", "cuda"],
-        default="cpu",
-        help="cuda: run the tests marked gpu, and them alone",
+        help="make it the default device (tests/on_device.py); cuda: tests marked gpu, too",
     )
 
 
@@ -63,11 +62,17 @@ def pytest_configure(config):
     if option.device == "cuda":
         for name, value in BEFORE.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+    if option.device:
+        from tests.on_device import OnDevice
+
+        plugin = OnDevice(option.device, CPU_ONLY)
+        config.pluginmanager.register(plugin)
+        plugin.begin()
     if hasattr(config, "workerinput"):  # a process of xdist has the options of the first process
         _import_torch()
         return
     by_path = config.args_source is config.ArgsSource.ARGS
-    named = by_path or option.keyword or option.markexpr or option.device == "cuda"
+    named = by_path or option.keyword or option.markexpr
     if not named and not option.collectonly:
         config.stash[STARTED] = time.monotonic()
     option.full = option.full or option.rest or option.all or bool(named and not option.quick)
@@ -130,14 +135,16 @@ def pytest_collection_modifyitems(config, items):
     elif option.rest:
         quick = set(_quick(often))
         chosen = [item for item in chosen if item not in quick]
-    if option.device == "cuda":
-        chosen = [item for item in chosen if item.get_closest_marker("gpu")]
+    if option.device:
+        from tests.on_device import runs_there
+
+        chosen = [item for item in chosen if runs_there(item)]
     kept = set(chosen)
     if dropped := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=dropped)
     items[:] = chosen
     for item in items:
-        if item.get_closest_marker("gpu") and option.device == "cpu":
+        if item.get_closest_marker("gpu") and option.device != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
         if item.get_closest_marker("dist") and not torch.distributed.is_available():
             item.add_marker(pytest.mark.skip(reason="this torch has no torch.distributed"))

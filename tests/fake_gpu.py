@@ -18,6 +18,7 @@ def _current(check_available=False):
 
 torch.cuda.is_available = torch.accelerator.is_available = _visible
 torch.cuda.device_count = torch.accelerator.device_count = lambda: int(_visible())
+torch.cuda.init = lambda: None
 torch.cuda.is_current_stream_capturing = lambda: False
 torch.cuda.is_bf16_supported = lambda *arguments, **options: True
 torch.accelerator.current_accelerator = _current

@@ -58,13 +58,15 @@ def test_a_bad_command_gets_one_line_and_2(words):
     call = [sys.executable, SCRIPT, *words]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    said = "--torch needs a version" if words[1:] else "choose demo, test, check, docs or clients"
+    said = (
+        "--torch needs a version" if words[1:] else "choose demo, test, check, docs, clients or gpu"
+    )
     assert said in done.stderr
 
 
 def test_a_command_sets_up_once_and_runs_its_module(dev, capsys, monkeypatch):
     assert dev.main(["--help"]) == 0
-    commands = ("demo", "test", "check", "docs", "clients", "--all", "--torch")
+    commands = ("demo", "test", "check", "docs", "clients", "gpu", "--all", "--torch")
     assert all(word in dev.USAGE for word in commands)
     assert max(map(len, dev.USAGE.splitlines())) <= 80
     assert capsys.readouterr() == (dev.USAGE, "")
@@ -113,6 +115,11 @@ def test_another_torch_has_its_own_environment_and_versions(dev):
     assert not dev.venv.exists()
 
 
+def test_a_gpu_is_asked_without_an_environment(dev):
+    assert dev.main(["gpu", "times"]) == 0
+    assert dev.ran == [["tools.gpu", "times"]]
+
+
 def test_an_environment_behind_a_link_is_left_alone(dev, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
@@ -141,8 +148,8 @@ def test_check(dev, capsys, monkeypatch):
     for words, tests in ((["--all"], [[*dev.TESTS, "--all"]]), ([], [dev.TESTS, REST])):
         dev.ran.clear()
         assert dev.check("python", words) == 0
-        assert dev.ran[4:] == [*tests, *others]
-        assert dev.limits[-3:] == [None, "AVX512_CORE", "AVX2"]
+        assert dev.ran[4:] == [*tests, *others, ["tools.gpu", "--dry"]]
+        assert dev.limits[-4:] == [None, "AVX512_CORE", "AVX2", None]
     done = "check: passed (format, lint, types, docs, tests, tests --rest, tests of AVX512_CORE"
     assert done in capsys.readouterr().out
     dev.answer, dev.ran[:] = 1, []

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -171,6 +172,20 @@ def test_a_check_that_raises_is_a_failed_check_and_not_the_end(tmp_path, monkeyp
     assert "on strike" in raised[0]["error"]
     assert "Traceback" in raised[0]["error"]
     assert "RuntimeError: the kernel is on strike" in capsys.readouterr().out
+
+
+def test_what_runs_is_said_every_five_seconds_where_there_is_no_terminal(monkeypatch, capsys):
+    now = 100.0
+    monkeypatch.setattr(command.time, "monotonic", lambda: now)
+    said = now
+    for now in (104.0, 105.0, 109.0, 111.0):
+        said = command.show_running(f"check at {now:.0f}", said)
+    assert capsys.readouterr().err == "check at 105\ncheck at 111\n"
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert command.show_running("check in a terminal", said) == said
+    assert terminal.getvalue() == f"{command.CLEAR}check in a terminal"
 
 
 def test_nan_is_wrong_and_nothing_measured_proves_nothing():

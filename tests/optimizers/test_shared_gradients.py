@@ -132,7 +132,8 @@ def test_each_is_multiplied_once(name, shared, path):
     assert same(gradients, expected)
 
 
-def test_amp_unscales_once():
+def test_amp_unscales_once(request):
+    request.addfinalizer(amp.reset)  # or O1 would cast in later tests
     params = parameters(shapes=[SHAPE] * 3)
     optimizer = torch.optim.SGD(params, lr=0.1)
     amp.initialize(torch.nn.ParameterList(params), optimizer, opt_level="O1", loss_scale=128.0)

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,7 @@ INTERPRET = "TRITON_INTERPRET"
 VARIABLES = ("TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "NVIDIA_", "OMP_", "THP_")  # beginnings
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 CLEAR = "\r\x1b[K"  # of a terminal's line
+PAUSE = 5.0  # seconds between lines that say what runs, where there is no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if why_not is None:  # now: Triton makes an ImportError of a Ctrl-C, and stays half imported
         importlib.import_module("triton.language")
     results: list[Result] = []
+    said = time.monotonic()
     with terminated_like_interrupted():
         interrupted = True
         with suppress(KeyboardInterrupt):
@@ -97,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
                 # The check that runs while a file is the newest: what a crash leaves.
                 content["next"] = f"{check.name} ({setting.path})"
                 save({**content, "checks": [one.as_json() for one in results]}, args.json)
-                show_running(f"{number + 1}/{len(planned)}  {check.area}: {content['next']}")
+                running = f"{number + 1}/{len(planned)}  {check.area}: {content['next']}"
+                said = show_running(running, said)
                 results.append(carry_out(check, setting))
                 if results[-1].status != "right":
                     show_failed(results[-1])
@@ -151,21 +155,34 @@ def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[tuple[C
 # --- output: torch is enough for it ---------------------------------------------------------------
 
 
-def show_running(what: str) -> None:
-    """Name the check that runs, or clear the line; a log file gets nothing."""
+def show_running(what: str, said: float) -> float:
+    """Name the check that runs: in a terminal's line, or elsewhere in a line each 5 seconds.
+
+    ``said`` is when the last line was printed; the result is that of the next call.
+    """
     if sys.stderr.isatty():
         print(f"{CLEAR}{what[:79]}", end="", file=sys.stderr, flush=True)
+    elif (now := time.monotonic()) - said >= PAUSE:
+        print(what, file=sys.stderr, flush=True)
+        return now
+    return said
+
+
+def clear_running() -> None:
+    """Clear a terminal's line."""
+    if sys.stderr.isatty():
+        print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def show_failed(result: Result) -> None:
     """Say at once that a check has failed."""
-    show_running("")
+    clear_running()
     print(_failure(result), file=sys.stderr)
 
 
 def show(results: Sequence[Result], content: dict[str, Any], *, gpu: bool) -> None:
     """Print where it ran, a table of each area, everything that failed, and what was not run."""
-    show_running("")
+    clear_running()
     here = content["environment"]
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("apex", "torch", "triton"))
     print(f"{here['device']['name']} ({here['device']['device']}), {versions}")

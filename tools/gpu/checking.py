@@ -1,0 +1,155 @@
+"""What checks share: their table, comparisons, small networks, captures.
+
+A check is a function. It raises where something is wrong, and what it returns is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tools.gpu import stand_ins
+
+Tensor = torch.Tensor
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+WARM_UP = 4  # steps until the casts, the state and the tables of addresses are there
+
+CHECKS: dict[str, Callable[[], Any]] = {}
+DRY = False  # `choose_device` sets both, before the checks are imported
+DEVICE = torch.device("cuda", 0)
+
+
+def check(*cases: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function, or one check for each of its cases (what it is called with)."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for case in cases or ((),):
+            given = case if isinstance(case, tuple) else (case,)
+            words = ", ".join(getattr(x, "__name__", str(x)).removeprefix("torch.") for x in given)
+            name = function.__name__ + (f"[{words}]" if given else "")
+            assert name not in CHECKS, f"two checks are called {name}"
+            CHECKS[name] = lambda given=given: function(*given)
+        return function
+
+    return register
+
+
+def choose_device(dry: bool) -> None:
+    """Let this process use the GPU, or a CPU with stand-ins."""
+    if dry:
+        globals().update(DRY=True, DEVICE=torch.device("cpu"))
+        stand_ins.install()
+        torch.set_num_threads(1)
+
+
+def need(condition: bool, text: str) -> None:
+    """Raise with a text where a condition does not hold."""
+    if not condition:
+        raise AssertionError(text)
+
+
+def same(first: Iterable[Tensor], second: Iterable[Tensor], what: str) -> None:
+    """Compare bit by bit; nan equals nan."""
+    for number, (x, y) in enumerate(zip(first, second, strict=True)):
+        alike = x.dtype == y.dtype and x.shape == y.shape
+        if not (alike and bool(((x == y) | (x.isnan() & y.isnan())).all())):
+            largest = (x.double() - y.double()).abs().max().item() if x.shape == y.shape else None
+            raise AssertionError(f"{what}: tensor {number} differs by {largest}")
+
+
+def close(actual: Tensor, exact: Tensor, allowed: float, what: str = "") -> None:
+    """Compare the error with an exact result, both as rms."""
+    actual, exact = (x.detach().double().cpu() for x in (actual, exact))
+    error = (actual - exact).square().mean().sqrt() / (exact.square().mean().sqrt() + 1e-30)
+    need(not actual.numel() or error.item() <= allowed, f"{what} off by {error.item():.3g}")
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Let everything raise that makes the host wait, or copies from pageable memory."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch's own
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def without_waits(work: Callable[[], object]) -> None:
+    """Warm up, then do it twice where a wait raises."""
+    for _ in range(WARM_UP):
+        work()
+    with no_waits():
+        work()
+        work()
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F32, device: Any = None) -> Tensor:
+    """Draw on the CPU, so that every device has the same numbers."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, device="cpu", dtype=F32)
+    return drawn.to(DEVICE if device is None else device, dtype)
+
+
+def network(device: Any = None, norm: bool = True) -> nn.Sequential:
+    """A small network whose weights are drawn on the CPU in float32, whatever the defaults are."""
+    torch.manual_seed(0)
+    made_on: Any = {"device": "cpu", "dtype": F32}
+    layers: list[nn.Module] = [nn.Linear(16, 64, **made_on)]
+    layers += [nn.BatchNorm1d(64, **made_on)] if norm else []
+    layers += [nn.ReLU(), nn.Linear(64, 64, **made_on), nn.GELU(), nn.Linear(64, 4, **made_on)]
+    return nn.Sequential(*layers).to(DEVICE if device is None else device)
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Clones that later steps do not change."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+class Captured:
+    """Work in a CUDA graph; on a CPU a replay is the work again, written to the same tensor."""
+
+    def __init__(self, work: Callable[[], Tensor | None], **options: Any) -> None:
+        self.work, self.graph = work, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, **options):
+            self.out = work()
+
+    def replay(self) -> None:
+        """Replay, and wait."""
+        self.graph.replay()
+        if DRY:
+            again = self.work()
+            if self.out is not None and again is not None:
+                self.out.copy_(again)
+        torch.cuda.synchronize()
+
+
+def on_a_side_stream(work: Callable[[], object], times: int = 3) -> Any:
+    """Warm up where a capture will be, and return that stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    return side
+
+
+def one_rank(**options: Any) -> Any:
+    """Begin a process group of one rank, over NCCL, or gloo in a dry run."""
+    dist = torch.distributed
+    if not DRY:
+        torch.cuda.set_device(0)
+        options = {"backend": "nccl", **options}
+    else:
+        options = {"backend": "gloo"}
+    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), **options)
+    return dist

@@ -1,0 +1,373 @@
+"""Times beside torch's: trainings at each level, steps and lists, operations, the host's calls.
+
+The rows of a group run in turns, so that a slower minute of the machine meets all of them; a row is
+the median of its turns. The group's control, one of torch's rows, is also timed before and after
+all others. If the two differ by more than 10 %, the rows of the group are marked as unsteady.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex import amp, optimizers
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.normalization import FusedLayerNorm, FusedRMSNorm
+from apex.transformer.functional import fused_apply_rotary_pos_emb
+from tools.gpu import checking
+from tools.gpu.checking import BF16, DEVICE, F16, F32, LEVELS, Tensor
+from tools.gpu.part import in_a_line
+from tools.gpu.rows import MISSING, RIGHT, UNSTEADY, WRONG, Rows
+
+DIFFER = 0.10  # of the two times of a control
+WARM_UP = 3
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Work that is timed, and the row that it is compared with; made when its group begins."""
+
+    name: str
+    make: Callable[[], Work]
+    over: str | None = None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How often work is repeated in a turn, how many turns; whether the host's time counts.
+
+    The two times of a control may ``differ`` by this share.
+    """
+
+    repeat: int
+    turns: int
+    host: bool = False
+    differ: float = DIFFER
+
+    def __call__(self, work: Work) -> float:
+        """Milliseconds of one call: until the GPU has done it, or until the calls returned."""
+        torch.cuda.synchronize()
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        begun = time.perf_counter()
+        ends[0].record()
+        for _ in range(self.repeat):
+            work()
+        ends[1].record()
+        host = time.perf_counter() - begun
+        torch.cuda.synchronize()
+        return (host * 1e3 if self.host else ends[0].elapsed_time(ends[1])) / self.repeat
+
+
+def measure(which: str, rows: Rows, *, dry: bool) -> None:
+    """Time the groups of a part."""
+    for group, (made, clock) in GROUPS[which]().items():
+        if dry:  # one call each, whose time means nothing
+            clock = Clock(1, 1, clock.host, differ=math.inf)
+        time_group(group, made, clock, rows)
+        torch.cuda.empty_cache()
+
+
+def time_group(group: str, made: list[Row], clock: Clock, rows: Rows) -> None:
+    """Time rows in turns; the first is the control."""
+    works = _warmed(group, made, rows)
+    control = made[0].name
+    if control not in works:
+        return
+    before = clock(works[control])
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(clock.turns):
+        for name in [*works] if turn % 2 == 0 else [*works][::-1]:
+            taken[name].append(clock(works[name]))
+    after = clock(works[control])
+    steady = abs(after / before - 1) <= clock.differ
+    said = "" if steady else f"{control} took {before:.4f} ms before and {after:.4f} ms after"
+    for row in made:
+        if row.name not in works:
+            continue
+        ms = statistics.median(taken[row.name])
+        found: dict[str, Any] = {"ms": ms, "turns": taken[row.name], "host": clock.host}
+        if row.over in works:
+            other = zip(taken[row.name], taken[row.over], strict=True)
+            found.update(over=row.over, ratio=statistics.median(a / b for a, b in other))
+        rows.add(f"{group}: {row.name}", RIGHT if steady else UNSTEADY, said, **found)
+
+
+def _warmed(group: str, made: list[Row], rows: Rows) -> dict[str, Work]:
+    """Make the work of each row; what cannot run is a row that says why."""
+    works: dict[str, Work] = {}
+    for row in made:
+        try:
+            work = row.make()
+            for _ in range(WARM_UP):
+                work()
+            torch.cuda.synchronize()
+        except ModuleNotFoundError as error:
+            rows.add(f"{group}: {row.name}", MISSING, f"{error.name} is not installed")
+        except Exception as error:  # noqa: BLE001  the others are timed
+            rows.add(f"{group}: {row.name}", WRONG, in_a_line(error))
+        else:
+            works[row.name] = work
+    return works
+
+
+# --- trainings ------------------------------------------------------------------------------------
+
+FP32, TF32, TORCH_F16, TORCH_BF16 = "fp32", "TF32", "torch float16", "torch bfloat16"
+BESIDE = dict(zip(LEVELS, (FP32, *[TORCH_F16] * 3, *[TORCH_BF16] * 2), strict=True))
+
+
+def _deep(width: int = 64) -> tuple[nn.Module, Tensor, Tensor]:
+    layers: list[nn.Module] = []
+    for _ in range(30):
+        layers += [nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(width, 10)).to(DEVICE)
+    x = torch.randn(64, width, device=DEVICE)
+    return model, x, torch.randint(0, 10, (64,), device=DEVICE)
+
+
+class Transformer(nn.Module):
+    """Of torch's layers, with a vocabulary."""
+
+    def __init__(self, layers: int, width: int, words: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, **options)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.out = nn.Linear(width, words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a row of scores for each position."""
+        return self.out(self.layers(self.embedding(x))).flatten(0, 1)
+
+
+def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
+    layers, width, words, shape = (12, 768, 30528, (64, 128))
+    if checking.DRY:
+        layers, width, words, shape = (1, 64, 100, (2, 8))
+    model = Transformer(layers, width, words).to(DEVICE)
+    return model, *(torch.randint(0, words, shape, device=DEVICE) for _ in range(2))
+
+
+def _torchs(make: Any, dtype: torch.dtype | None, tf32: bool = False) -> Callable[[], Work]:
+    def build() -> Work:
+        model, x, labels = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype is F16)
+
+        def step() -> None:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE.type, dtype or BF16, enabled=dtype is not None):
+                loss = F.cross_entropy(model(x).float(), labels.flatten())
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    return build
+
+
+def _level(make: Any, level: str) -> Callable[[], Work]:
+    def build() -> Work:
+        model, x, labels = make()
+        optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-5)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+        def step() -> None:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x).float(), labels.flatten())
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+def _of(make: Any) -> list[Row]:
+    return [
+        Row(FP32, _torchs(make, None)),
+        Row(TF32, _torchs(make, None, tf32=True), FP32),
+        Row(TORCH_F16, _torchs(make, F16), FP32),
+        Row(TORCH_BF16, _torchs(make, BF16), FP32),
+        *(Row(level, _level(make, level), BESIDE[level]) for level in LEVELS),
+    ]
+
+
+def trainings() -> dict[str, tuple[list[Row], Clock]]:
+    """A network whose time is the host's, and a transformer of BERT's size."""
+    return {
+        "30 small layers": (_of(_deep), Clock(10, 5)),
+        "30 small layers, host": (_of(_deep), Clock(10, 5, host=True)),
+        "transformer of 110M": (_of(_transformer), Clock(4, 4)),
+    }
+
+
+# --- steps and lists ------------------------------------------------------------------------------
+
+
+def _shapes(layers: int, width: int, words: int) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [(words, width), (1024, width)]
+    for _ in range(layers):
+        found += [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+        found += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width)]
+        found += [(width,)]
+    return found
+
+
+def _lists() -> dict[str, list[tuple[int, ...]]]:
+    if checking.DRY:
+        return {"5 tensors": [(8, 8)] * 5}
+    return {"355M": _shapes(24, 1024, 50304), "300 of 8 x 8": [(8, 8)] * 300}
+
+
+STEPS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "torch AdamW": (lambda p: torch.optim.AdamW(p, lr=1e-5, fused=True), None),
+    "torch SGD": (lambda p: torch.optim.SGD(p, lr=1e-5, momentum=0.9, fused=True), None),
+    "FusedAdam": (lambda p: optimizers.FusedAdam(p, lr=1e-5), "torch AdamW"),
+    "FusedLAMB": (lambda p: optimizers.FusedLAMB(p, lr=1e-5), "torch AdamW"),
+    "FusedSGD": (lambda p: optimizers.FusedSGD(p, lr=1e-5, momentum=0.9), "torch SGD"),
+    "FusedNovoGrad": (lambda p: optimizers.FusedNovoGrad(p, lr=1e-5), "torch AdamW"),
+}
+
+
+def _steps(shapes: list[tuple[int, ...]]) -> list[Row]:
+    params = [nn.Parameter(torch.randn(shape, device=DEVICE) * 0.02) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param) * 1e-3
+    return [
+        Row(f"{name}.step", lambda make=make: make(params).step, f"{over}.step" if over else None)
+        for name, (make, over) in STEPS.items()
+    ]
+
+
+def _functions(shapes: list[tuple[int, ...]]) -> list[Row]:
+    import amp_C
+
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    tensors = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    outs = [torch.empty_like(tensor) for tensor in tensors]
+    flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+    def norm() -> object:
+        return multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [tensors], False)
+
+    def scale() -> object:
+        return multi_tensor_applier(amp_C.multi_tensor_scale, flag, [tensors, outs], 0.5)
+
+    return [
+        Row("torch norms", lambda: lambda: torch._foreach_norm(tensors)),
+        Row("torch products", lambda: lambda: torch._foreach_mul(tensors, 0.5)),
+        Row("multi_tensor_l2norm", lambda: norm, "torch norms"),
+        Row("multi_tensor_scale", lambda: scale, "torch products"),
+    ]
+
+
+def lists() -> dict[str, tuple[list[Row], Clock]]:
+    """Steps of optimizers and functions of amp_C."""
+    found: dict[str, tuple[list[Row], Clock]] = {}
+    for name, shapes in _lists().items():
+        found[f"step, {name}"] = (_steps(shapes), Clock(10, 7))
+        found[f"lists, {name}"] = (_functions(shapes), Clock(10, 7))
+    return found
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+def _both_ways(run: Callable[..., Tensor], *leaves: Tensor) -> Callable[[], Work]:
+    """Forward and backward with respect to the leaves."""
+    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+    upstream = torch.ones_like(run(*leaves))
+    return lambda: lambda: torch.autograd.grad(run(*leaves), leaves, upstream)
+
+
+def _norms(rows: int, columns: int, dtype: torch.dtype) -> list[Row]:
+    x = torch.randn(rows, columns, device=DEVICE, dtype=dtype)
+    found = []
+    for ours, theirs in ((FusedLayerNorm, nn.LayerNorm), (FusedRMSNorm, nn.RMSNorm)):
+        name = theirs.__name__
+        made = [kind(columns).to(DEVICE, dtype) for kind in (theirs, ours)]
+        found.append(Row(f"torch {name}", _both_ways(made[0], x)))
+        found.append(Row(ours.__name__, _both_ways(made[1], x), f"torch {name}"))
+    return found
+
+
+def _losses(rows: int, classes: int, dtype: torch.dtype) -> list[Row]:
+    x = torch.randn(rows, classes, device=DEVICE, dtype=dtype)
+    labels = torch.randint(1, classes, (rows,), device=DEVICE)
+
+    def theirs(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), labels, reduction="none", label_smoothing=0.1)
+
+    def ours(x: Tensor) -> Tensor:
+        return SoftmaxCrossEntropyLoss.apply(x, labels, 0.1, 0, True)
+
+    name = "torch cross_entropy"
+    return [Row(name, _both_ways(theirs, x)), Row("xentropy", _both_ways(ours, x), name)]
+
+
+def _rotary(length: int, heads: int) -> list[Row]:
+    t = torch.randn(length, 2, heads, 64, device=DEVICE, dtype=BF16)
+    angles = torch.randn(length, 1, 1, 64, device=DEVICE)
+
+    def theirs(t: Tensor) -> Tensor:
+        turned = torch.cat((-t[..., 32:], t[..., :32]), -1)
+        return t * angles.cos().to(t.dtype) + turned * angles.sin().to(t.dtype)
+
+    def ours(t: Tensor) -> Tensor:
+        return fused_apply_rotary_pos_emb(t, angles)
+
+    name = "rotary in torch"
+    return [Row(name, _both_ways(theirs, t)), Row("rotary", _both_ways(ours, t), name)]
+
+
+def ops() -> dict[str, tuple[list[Row], Clock]]:
+    """Forward and backward of sizes at which a GPU is busy."""
+    clock, small = Clock(20, 7), checking.DRY
+    found: dict[str, tuple[list[Row], Clock]] = {}
+    for rows, columns in [(4, 64)] if small else [(16384, 768), (8192, 4096), (2048, 16384)]:
+        for dtype in (BF16, F32):
+            made = _norms(rows, columns, dtype)
+            found[f"{rows} x {columns}, {str(dtype)[6:]}"] = (made, clock)
+    for rows, classes in [(4, 64)] if small else [(8192, 32000), (2048, 128256)]:
+        found[f"{rows} x {classes} classes"] = (_losses(rows, classes, BF16), clock)
+    found["rotary"] = (_rotary(4 if small else 4096, 2 if small else 32), clock)
+    return found
+
+
+# --- the host -------------------------------------------------------------------------------------
+
+
+def host() -> dict[str, tuple[list[Row], Clock]]:
+    """Time until calls return, where the GPU has next to nothing to do."""
+    clock = Clock(50, 9, host=True)
+    shapes = [(8, 8)] * (5 if checking.DRY else 300)
+    return {
+        "host, 8 x 64": (_norms(8, 64, BF16), clock),
+        "host, 8 x 64 classes": (_losses(8, 64, BF16), clock),
+        "host, 300 of 8 x 8": (_steps(shapes), clock),
+        "host, lists of 300": (_functions(shapes), clock),
+    }
+
+
+GROUPS: dict[str, Callable[[], dict[str, tuple[list[Row], Clock]]]] = {
+    "trainings": trainings,
+    "lists": lists,
+    "ops": ops,
+    "host": host,
+}
