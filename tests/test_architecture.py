@@ -1,6 +1,7 @@
 """Rules about the tree itself."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import pathlib
@@ -66,9 +67,14 @@ def _imported_names(file, of):
             yield from (f"{stem}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
+def _imports(file):
+    return frozenset(_imported_names(file, tree(file)))
+
+
 def _packages_imported_by(file):
     """Yield the packages of apex that a file imports; a plain `import apex` is none of them."""
-    for name in _imported_names(file, tree(file)):
+    for name in _imports(file):
         parts = name.split(".")
         if parts[0] == "apex" and len(parts) > 1 and (SRC / parts[1]).is_dir():
             yield parts[1]
@@ -95,7 +101,7 @@ def test_no_import_circles():
     }
     graph = {}
     for name, file in named.items():
-        found = set(_imported_names(file, tree(file)))
+        found = set(_imports(file))
         found |= {dotted.rpartition(".")[0] for dotted in found}  # from module import name
         graph[name] = (found & named.keys()) - {name}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
@@ -125,7 +131,7 @@ def test_nothing_imports_the_command_line_but_its_own_entry():
 def test_nothing_imports_the_extension_modules():
     names = {file.stem for file in EXTENSION_MODULES.glob("*.py")}
     for file in files():
-        roots = {name.split(".")[0] for name in _imported_names(file, tree(file))}
+        roots = {name.split(".")[0] for name in _imports(file)}
         assert not roots & names, file
 
 

@@ -15,6 +15,7 @@ CALLS = [op for op in OPS if op.checked.small and op.name != "layer_norm, fast"]
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's
 @pytest.mark.parametrize("entry", CALLS, ids=lambda entry: entry.name)
+@pytest.mark.slow
 def test_a_call_is_one_graph_of_torch_compile(entry):
     leaves, rest = entry.inputs(entry.checked.small[0], torch.float32, torch.device("cpu"))
     leaves = [leaf.requires_grad_() for leaf in leaves]

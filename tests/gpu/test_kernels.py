@@ -54,6 +54,7 @@ def _same(a, b):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.slow
 def test_lists_have_the_bits_of_their_definition_and_of_the_interpreter(name):
     found, launched = call(tasks.written, name)
     assert launched == LAUNCHES.get(name, launched)

@@ -597,6 +597,7 @@ def alike(left, right, count=4, *, normed=False):
     ("name", "path"),
     [*((name, "reference") for name in programs.MAKERS), ("FusedAdam", None)],
 )
+@pytest.mark.slow
 def test_numbers_do_not_depend_on_how_many_ranks_share(four, name, path):
     answers = four.run(Call(programs.stepped, name, path))
     alone = answers[0][1]

@@ -377,6 +377,7 @@ def four(tmp_path_factory):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", programs.MESHES)
+@pytest.mark.slow
 def test_shards_give_the_bits_of_one_process(four, case):
     """Of uneven, empty and no shards; each matrix is computed once, by few collectives."""
     answers = four.run(functools.partial(programs.stepped, case=case))

@@ -78,6 +78,7 @@ def test_kernels(ranks, name):
 
 
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad", "LARC", "clipped"])
+@pytest.mark.slow
 def test_several_meshes_in_one_optimizer(ranks, name):
     """Groups of ranks are asked once each, whatever meshes they are in."""
     for calls, pairs in ranks.run(call(programs.mixed, name)):
