@@ -188,6 +188,7 @@ def test_a_lookup_of_state_by_a_weight_breaks_no_checkpoint(level):
 
 
 @mastered
+@pytest.mark.slow
 def test_a_compiled_model_sees_the_write_after_zero_grad(level):
     model, optimizer = start(level)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -20,7 +20,10 @@ class Pictures(NamedTuple):
 
 @pytest.fixture(scope="session")
 def troubled(once, tmp_path_factory):
-    """The pictures of `made.troubled`: to draw its six takes 4 s, so all tests have the same."""
+    """The pictures of `made.troubled`: to draw its six takes 4 s, so all tests have the same.
+
+    And those that use it are marked slow.
+    """
     folder, of = tmp_path_factory.mktemp("troubled"), made.troubled()
     found = once("troubled", lambda: [str(folder), plots.draw(of, verdicts(of), folder)])
     return Pictures(pathlib.Path(found[0]), {name: Drawn(*one) for name, one in found[1].items()})

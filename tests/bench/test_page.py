@@ -70,6 +70,7 @@ def _said(text):
     return " ".join(" ".join(sum(Elements(text).text.values(), [])).split())
 
 
+@pytest.mark.slow
 def test_the_answer_comes_first_and_each_sentence_once(text):
     of = made.troubled()
     elements, said = Elements(text), _said(text)
@@ -89,6 +90,7 @@ def test_the_answer_comes_first_and_each_sentence_once(text):
     assert places == sorted(places)
 
 
+@pytest.mark.slow
 def test_an_engineer_finds_what_is_asked_next(text):
     said = _said(text)
     for fact in ("Thinking Machine CM-5", "2.13.0", "avx512_bf16", "digits-cnn", "sgd",
@@ -114,6 +116,7 @@ def test_a_target_is_reached_by_all_seeds_that_ran():
     assert seconds(status="failed", **made.NOTHING) is None
 
 
+@pytest.mark.slow
 def test_no_table_has_more_columns_than_fit(text):
     for table in re.findall("<thead>.*?</thead>", text, re.DOTALL):
         assert table.count("<th ") <= page.MAIN + 3
@@ -127,6 +130,7 @@ def test_with_one_batch_size_speed_and_time_are_not_there_twice(tmp_path):
     assert (tmp_path / "time.png").exists()
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_network_and_no_other_file(text):
     elements = Elements(text)
     assert all(link.startswith(("#", "data:")) for link in elements.links)
@@ -137,6 +141,7 @@ def test_the_page_needs_no_network_and_no_other_file(text):
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_the_raw_results_are_in_it_to_the_last_bit(text, tmp_path):
     [raw] = re.findall(r'<script type="application/json" id="raw">(.*?)</script>', text, re.DOTALL)
     (tmp_path / "results.json").write_text(raw, encoding="utf-8")
@@ -253,6 +258,7 @@ def _try(folder, text, width, dark):
 @browser
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.slow
 def test_the_page_in_a_browser(width, dark, text, tmp_path):
     found, image = _try(tmp_path, text, width, dark)
     assert not found["wide"]

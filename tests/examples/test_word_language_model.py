@@ -72,6 +72,7 @@ LEARNING += [
 
 
 @pytest.mark.parametrize(("kind", "precision"), LEARNING)
+@pytest.mark.slow
 def test_learns(run, kind, precision, tmp_path):
     """0.28 to 0.34 of the perplexity by frequency over four seeds of each case."""
     out = run(f"--model {kind} --precision {precision} --log-interval 10")

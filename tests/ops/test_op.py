@@ -83,6 +83,7 @@ def test_an_operation_that_saves_its_result_alone(path, monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.slow
 def test_a_kernel_that_takes_some_tensors(compiled, monkeypatch):
     kernels = types.SimpleNamespace(forward=lambda x: x - 1, backward=lambda dy, needs, x: [-dy])
     monkeypatch.setitem(sys.modules, "apex.kernels.if_dense", kernels)
