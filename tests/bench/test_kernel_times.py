@@ -159,6 +159,7 @@ def test_providers_of_an_optimizer_compute_the_same(name):
 
 
 @pytest.mark.parametrize("op", RESULTS, ids=lambda op: op.name)
+@pytest.mark.slow
 def test_providers_of_a_layer_compute_the_same(op):
     torch.manual_seed(0)
     inputs = op.make(next(iter(op.shapes.values()))(False), torch.float32, CPU)

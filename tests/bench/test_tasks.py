@@ -88,6 +88,7 @@ def _cases():
 
 
 @pytest.mark.parametrize(("name", "level"), list(_cases()))
+@pytest.mark.slow
 def test_each_task_learns_at_each_level(tasks, name, level):
     if (name, level) == ("text-lstm", "native-fp16"):
         pytest.skip("torch's own autocast has no float16 LSTM on a CPU")
