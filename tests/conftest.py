@@ -68,16 +68,14 @@ def pytest_configure(config):
         plugin = OnDevice(option.device, CPU_ONLY)
         config.pluginmanager.register(plugin)
         plugin.begin()
-    if hasattr(config, "workerinput"):  # a process of xdist has the options of the first process
-        _import_torch()
-        return
     by_path = config.args_source is config.ArgsSource.ARGS
     named = by_path or option.keyword or option.markexpr
-    if not named and not option.collectonly:
-        config.stash[STARTED] = time.monotonic()
     option.full = option.full or option.rest or option.all or bool(named and not option.quick)
-    if not getattr(option, "numprocesses", None):
+    is_worker = hasattr(config, "workerinput")  # a process of xdist, which has the same arguments
+    if is_worker or not getattr(option, "numprocesses", None):
         _import_torch()
+    if not (named or is_worker or option.collectonly):
+        config.stash[STARTED] = time.monotonic()
 
 
 def _import_torch():
