@@ -106,6 +106,9 @@ def test_sizes(tmp_path):
     }
     long_tail = [test for file, test in found[""] if file.startswith("tests/contrib/")]
     assert long_tail == ["cases[x-1]", "slow_case[1]", "one", "gpu"]  # one case of a function
+    # In a process of xdist, too, which parses the arguments itself.
+    done = _run(tmp_path, "-m", "pytest", "-q", "-n1", "--rest", "-p", "no:cacheprovider")
+    assert f"{len(REST) + len(QUICK + REST) - len(long_tail)} passed" in done.stdout, done.stdout
 
 
 @pytest.mark.slow
