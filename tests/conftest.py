@@ -4,6 +4,7 @@ There are three sizes. ``--all`` runs every test. ``--full`` leaves out the exha
 Without either the selection is quick: of each function's cases every value of every
 ``parametrize`` at least once (*each choice*), and nothing that is marked slow. Selecting tests by
 path, node id, ``-k`` or ``-m`` is as good as ``--full``, unless ``--quick`` is given, too.
+``--rest`` runs what ``--full`` adds to the quick selection.
 """
 
 import dataclasses
