@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from apex.amp._pickled_group import PickledGroup
+from apex.amp._pickled_group import PickledGroup, _default_group
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
 from apex.amp.gradients.accumulation import grads_of
@@ -321,6 +321,9 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"process_group": state["process_group"].group}
         super().__setstate__({**state, **own, "_counts": weakref.WeakKeyDictionary()})
+
+
+_Ranks, _default_ranks = PickledGroup, _default_group  # their names in scalers pickled in 2026
 
 
 def _forget_dropped(state: dict[str, Any]) -> None:
