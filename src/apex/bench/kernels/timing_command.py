@@ -42,7 +42,7 @@ from apex.bench.output.tables import (
     write_csv,
 )
 
-__all__ = ["COLUMNS", "HELP", "OPS", "Report", "add_arguments", "content", "run", "show"]
+__all__ = ["COLUMNS", "HELP", "OPS", "Timings", "add_arguments", "content", "run", "show"]
 
 FORMAT = "apex bench kernels 4"
 HELP = (
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Report:
+class Timings:
     """What `apex bench kernels` has measured so far.
 
     Attributes:
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         named = {name: unique(getattr(args, name)) for name in ("op", "shapes", "dtype")}
         numbers = {"repeats": args.repeats, "full": args.full or device.type == "cuda"}
         options = {**named, **numbers, "device": str(device)}
-        report = Report(environment=here, options=options, notes=how_measured(device))
+        report = Timings(environment=here, options=options, notes=how_measured(device))
         with suppress(KeyboardInterrupt), progress(len(plan), TIMED) as bar:
             _measure_all(report, plan, device, args.json, bar)
         show(report, args.json)
@@ -168,7 +168,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
 
 
 def _measure_all(
-    report: Report,
+    report: Timings,
     plan: Sequence[tuple[Case, str, str]],
     device: torch.device,
     file: Path,
@@ -191,14 +191,14 @@ def _measure_all(
 # --- output --------------------------------------------------------------------------------------
 
 
-def content(report: Report) -> dict[str, Any]:
+def content(report: Timings) -> dict[str, Any]:
     """Make what the JSON file has: the fields of the report, and of each row what the CSV has."""
     numbers = {name: of for column in COLUMNS for name, of in column.numbers.items()}
     rows = [{name: of(row) for name, of in numbers.items()} for row in report.rows]
     return {"format": FORMAT, **vars(report), "rows": rows}
 
 
-def show(report: Report, file: Path) -> None:
+def show(report: Timings, file: Path) -> None:
     """Print the tables, and write the CSV file beside ``file``."""
     to = console()
     if not report.rows:
@@ -227,7 +227,7 @@ def show(report: Report, file: Path) -> None:
     to.print(f"In {file.parent}: {file.name}, {file.stem}.csv", markup=False)
 
 
-def _source(report: Report) -> str:
+def _source(report: Timings) -> str:
     """Say what the numbers depend on."""
     here, turns = report.environment, report.options["repeats"]
     threads, versions = here["threads"], here["versions"]
@@ -241,7 +241,7 @@ def _source(report: Report) -> str:
     return ", ".join(filter(None, found))
 
 
-def _marks(report: Report) -> list[str]:
+def _marks(report: Timings) -> list[str]:
     found = [] if report.complete else ["INCOMPLETE: interrupted"]
     timed = [row for row in report.rows if row.times]
     unsteady = [row for row in timed if (row.p80_ms or 0) > 2 * (row.p20_ms or 0)]
@@ -250,7 +250,7 @@ def _marks(report: Report) -> list[str]:
     return found
 
 
-def _problems(report: Report) -> list[tuple[str, str]]:
+def _problems(report: Timings) -> list[tuple[str, str]]:
     """List what failed, and what is not installed."""
     failed = [
         (f"{row.op}, {row.shapes}, {row.dtype}, {row.provider}", row.problem)
