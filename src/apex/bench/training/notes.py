@@ -9,7 +9,7 @@ import torch
 
 from apex.bench import memory
 from apex.bench.training.profiling import FEW_STEPS
-from apex.bench.training.results import Report
+from apex.bench.training.results import Results
 from apex.bench.training.rows import Row, rows
 from apex.bench.training.turns import BLOCK
 from apex.bench.training.verdict import BUSY, LOSS_MARGIN, NOISY, Verdict, same_arithmetic
@@ -23,7 +23,7 @@ def source(environment: dict[str, Any]) -> str:
     return f"{environment['device']['name']}, torch {versions['torch']}, apex {versions['apex']}"
 
 
-def marks(report: Report) -> list[str]:
+def marks(report: Results) -> list[str]:
     """Say what keeps these numbers from being a full result."""
     found, made = [], rows(report)
     if not report.complete:
@@ -51,7 +51,7 @@ def _cut(made: Sequence[Row]) -> str:
     return "; ".join(parts)
 
 
-def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
+def notes(report: Results, verdicts: Sequence[Verdict]) -> list[str]:
     """Say once what holds for several levels."""
     made, found = rows(report), []
     for task in dict.fromkeys(row.task for row in made):
@@ -99,7 +99,7 @@ def _of_test_set(here: Sequence[Row]) -> list[str]:
     return []
 
 
-def problems(report: Report) -> list[tuple[str, str]]:
+def problems(report: Results) -> list[tuple[str, str]]:
     """List where something went wrong, and what; the same at several batch sizes is one line."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows(report):

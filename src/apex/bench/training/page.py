@@ -12,7 +12,7 @@ from apex.bench.output.figures import Drawn, style
 from apex.bench.output.html import Cell
 from apex.bench.output.tables import NOTHING, filled, number
 from apex.bench.training.notes import marks, notes, problems, source
-from apex.bench.training.results import FORMAT, Report
+from apex.bench.training.results import FORMAT, Results
 from apex.bench.training.results import Cell as PlannedCell
 from apex.bench.training.rows import BASELINE, Row
 from apex.bench.training.sentences import answers, sentences
@@ -37,7 +37,9 @@ CAPTIONS = {
 }
 
 
-def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], path: Path) -> None:
+def write(
+    report: Results, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], path: Path
+) -> None:
     """Write the page.
 
     Args:
@@ -96,7 +98,7 @@ def _tables(made: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _questions(
-    report: Report, verdicts: Sequence[Verdict], made: Sequence[Line]
+    report: Results, verdicts: Sequence[Verdict], made: Sequence[Line]
 ) -> dict[str, tuple[str, Any]]:
     """Make small tables for what is asked next, with a sentence on each."""
     table = [line.row for line in made]
@@ -152,7 +154,7 @@ def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     return {**_where(row), "operators": ("; ".join(each), None)}
 
 
-def _settings(report: Report) -> list[tuple[str, str]]:
+def _settings(report: Results) -> list[tuple[str, str]]:
     """List the values that the cells of the plan have, and what holds for all."""
     names = [field.name for field in dataclasses.fields(PlannedCell)]
     found = [(n, html.join(unique(getattr(c, n) for c in report.plan))) for n in names]

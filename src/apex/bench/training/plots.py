@@ -29,7 +29,7 @@ from apex.bench.output.figures import (
 )
 from apex.bench.output.tables import three
 from apex.bench.training.notes import marks, source
-from apex.bench.training.results import Report, Run
+from apex.bench.training.results import Results, Run
 from apex.bench.training.rows import Row, rows
 from apex.bench.training.table import Line, lines
 from apex.bench.training.verdict import LOSS_MARGIN, Verdict, same_arithmetic
@@ -44,7 +44,7 @@ POINTS = 40  # of a curve: each is the mean of as many steps as it takes
 DASH = 7  # points: of a line among lines that coincide with it
 
 
-def draw(report: Report, verdicts: Sequence[Verdict], folder: Path) -> dict[str, Drawn]:
+def draw(report: Results, verdicts: Sequence[Verdict], folder: Path) -> dict[str, Drawn]:
     """Draw every plot for which there are numbers into ``folder``, as PNG and SVG.
 
     Returns:

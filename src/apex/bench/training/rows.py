@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from apex.bench.intervals import percentile
 from apex.bench.training.precision import LEVELS
-from apex.bench.training.results import Cell, Report, Run
+from apex.bench.training.results import Cell, Results, Run
 
 __all__ = ["BASELINE", "Row", "mean", "rows"]
 
@@ -50,7 +50,7 @@ class Row:
         problem: What is wrong with these runs, or ``None`` if all went well.
     """
 
-    def __init__(self, cells: Sequence[Cell], runs: Sequence[Run], report: Report) -> None:
+    def __init__(self, cells: Sequence[Cell], runs: Sequence[Run], report: Results) -> None:
         first = cells[0]
         self.cells, self.runs, self.report = tuple(cells), tuple(runs), report
         self.task, self.batch, self.label, self.level = (
@@ -116,7 +116,7 @@ class Row:
         return "; ".join(found) or None
 
 
-def rows(report: Report) -> list[Row]:
+def rows(report: Results) -> list[Row]:
     """Put the runs together, in the order of the plan: a row per task, batch size and label."""
     cells: dict[tuple[str, int, str], list[Cell]] = {}
     runs: dict[tuple[str, int, str], list[Run]] = {}

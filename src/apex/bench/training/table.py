@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from apex.bench.output.tables import NOTHING, Column, number, three
-from apex.bench.training.results import Report
+from apex.bench.training.results import Results
 from apex.bench.training.rows import Row, mean, rows
 from apex.bench.training.verdict import Verdict, baseline_of
 
@@ -27,7 +27,7 @@ class Line(NamedTuple):
         return self.verdict.ratio if self.verdict and not self.verdict.noise else None
 
 
-def lines(report: Report, verdicts: Sequence[Verdict]) -> list[Line]:
+def lines(report: Results, verdicts: Sequence[Verdict]) -> list[Line]:
     """Put each row beside its verdict against O0."""
     made = rows(report)
     found = {(v.row.task, v.row.batch, v.row.label, v.other.label): v for v in verdicts}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from apex.bench.intervals import Interval, Judged, interval, judge
-from apex.bench.training.results import Report, Run
+from apex.bench.training.results import Results, Run
 from apex.bench.training.rows import BASELINE, Row, rows
 
 __all__ = [
@@ -69,7 +69,7 @@ class Verdict:
     """An earlier level against the same other, whose losses are the same numbers."""
 
 
-def verdicts(report: Report) -> list[Verdict]:
+def verdicts(report: Results) -> list[Verdict]:
     """Compare each row with O0 and with torch's own autocast, in the order of the rows."""
     table = rows(report)
     pairs = [(row, other) for row in table for other in _others(row, table)]
