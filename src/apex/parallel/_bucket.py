@@ -101,7 +101,7 @@ class Bucket:
 
 
 @dataclass(eq=False)
-class Pass:
+class BackwardPass:
     """One backward pass.
 
     Attributes:
