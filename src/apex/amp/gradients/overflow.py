@@ -19,7 +19,7 @@ from apex.amp import _speech
 from apex.amp.gradients.accumulation import grads_of, stored_values
 from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
-from apex.amp.gradients.step_counts import StepCounts
+from apex.amp.gradients.step_counts import TakenSteps
 from apex.amp.scaler import SCALE
 from apex.ops.lists.columns import local
 from apex.ops.lists.unscale import unscale_
@@ -30,12 +30,12 @@ def runs_behind(device: torch.device) -> bool:
     return device.type in ("cuda", "meta")
 
 
-def counts_of(params: Iterable[torch.Tensor]) -> StepCounts:
+def counts_of(params: Iterable[torch.Tensor]) -> TakenSteps:
     """New counts for an optimizer: on the device of its parameters where the host runs ahead."""
     device = next((param.device for param in params), torch.device("cpu"))
     if device.type == "meta" or not runs_behind(device):
         device = torch.device("cpu")
-    return StepCounts(device)
+    return TakenSteps(device)
 
 
 class AsyncCopy:
@@ -93,7 +93,7 @@ class Overflow:
 
     verbosity: int
     limit: int
-    counts: StepCounts
+    counts: TakenSteps
     skipped: int = 0  # steps in a row, as far as the host knows
     # Copies of the flags of deferred steps that have not arrived.
     sent: deque[tuple[list[int], bool, AsyncCopy]] = field(default_factory=deque)
