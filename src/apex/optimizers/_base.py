@@ -335,7 +335,7 @@ class FusedOptimizer(StatefulOptimizer):
 
         Args:
             group: The numbers of a group, or of several whose numbers are equal. Its step is a
-                number, or :class:`apex.ops.updates.adam.StepCounts` where a device counts.
+                number, or :class:`apex.ops.updates.adam.DeviceSteps` where a device counts.
             launch: What is stepped.
             options: Scaling, skipping and storage.
         """

@@ -20,7 +20,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import of_one_kind
-from apex.ops.updates.adam import StepCounts
+from apex.ops.updates.adam import DeviceSteps
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
 
@@ -33,7 +33,7 @@ SplitArguments = tuple[
     Sequence[int],
 ]
 # By the id of a step on a device: the steps there, and which of them it is.
-Counters = Mapping[int, tuple[StepCounts, int]]
+Counters = Mapping[int, tuple[DeviceSteps, int]]
 
 
 class GroupGrads(NamedTuple):
@@ -140,7 +140,7 @@ def count_steps(
             step = torch.full((1,), step, dtype=torch.int32, device=device)
         group["step"] = step = step.to(device, non_blocking=True)
         on.setdefault(device, {})[id(step)] = step
-    counters: dict[int, tuple[StepCounts, int]] = {}
+    counters: dict[int, tuple[DeviceSteps, int]] = {}
     for device, by_id in on.items():
         steps = [*by_id.values()]
         if noop is None:
@@ -149,7 +149,7 @@ def count_steps(
             taken = (noop.to(device, non_blocking=True) == 0).to(torch.int32)
             torch._foreach_add_(steps, [taken.view_as(step) for step in steps])
         if _runtime.waits(device):
-            counts = StepCounts(torch.cat([step.view(1) for step in steps]).double())
+            counts = DeviceSteps(torch.cat([step.view(1) for step in steps]).double())
             counters |= {number: (counts, place) for place, number in enumerate(by_id)}
     return counters
 
