@@ -30,7 +30,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex.ops.lists.flat import broadcast, group_by_size, unflatten
-from apex.parallel._bucket import AllReduce, BackwardPass, Bucket, Options
+from apex.parallel._bucket import AllReduce, BackwardPass, Bucket, Reducing
 
 # Parameter -> a weak reference to the reduction whose hook it has. A parameter has one hook.
 _owners: Any = WeakTensorKeyDictionary()
@@ -57,7 +57,7 @@ class Reduction:
     """
 
     def __init__(
-        self, module: torch.nn.Module, group: Any, gradient_group: Any, options: Options
+        self, module: torch.nn.Module, group: Any, gradient_group: Any, options: Reducing
     ) -> None:
         self.module = module
         self.group = group
