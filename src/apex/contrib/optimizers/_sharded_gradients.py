@@ -31,7 +31,7 @@ from apex.ops.lists.streams import HookOrder
 from apex.optimizers._base import FusedOptimizer
 
 
-class Options(NamedTuple):
+class Sharding(NamedTuple):
     """How gradients and parameters are sent, see the arguments of ``DistributedFusedAdam``."""
 
     dtype: torch.dtype = torch.float32
@@ -62,7 +62,7 @@ class Groups(NamedTuple):
 class ShardedGradients(FusedOptimizer):
     """An optimizer whose gradients are reduced into shards."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Sharding) -> None:
         self._options, self._groups = options, _groups(self._name, options)
         self._own: Groups | None = None
         self._buckets: list[ShardBucket] = []
@@ -347,7 +347,7 @@ def listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def _groups(user: str, options: Options) -> Groups:
+def _groups(user: str, options: Sharding) -> Groups:
     """The process groups, checked."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
