@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from apex.bench.intervals import Interval, interval, percentile
-from apex.bench.kernels.cases import DTYPES, Call, Case, Provider, Shapes
+from apex.bench.kernels.cases import DTYPES, Call, Provider, Shapes, TimedCase
 from apex.bench.kernels.clocks import launches, take_turns
 from apex.bench.memory import peak_bytes, source
 
@@ -90,7 +90,7 @@ def how_measured(device: torch.device) -> dict[str, str]:
 
 
 def measure(
-    op: Case,
+    op: TimedCase,
     name: str,
     shapes: Shapes,
     dtype: str,

@@ -17,7 +17,7 @@ import torch
 
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
-from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, Case
+from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, TimedCase
 from apex.bench.kernels.timing import Row, how_measured, measure
 from apex.bench.options import (
     add_device,
@@ -49,7 +49,7 @@ HELP = (
     "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
     "the same of torch and Liger-Kernel, on the same tensors, taking turns."
 )
-OPS: tuple[Case, ...] = (*OF_LISTS, *OF_LAYERS)
+OPS: tuple[TimedCase, ...] = (*OF_LISTS, *OF_LAYERS)
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if any(row.problem and row.ours for row in report.rows) else OK
 
 
-def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
+def _plan(args: argparse.Namespace) -> list[tuple[TimedCase, str, str]]:
     """The cases that the options ask for, with a set of shapes and a dtype each."""
     ops = [op for op in OPS if op.name in args.op]
     found = [
@@ -169,7 +169,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
 
 def _measure_all(
     report: Timings,
-    plan: Sequence[tuple[Case, str, str]],
+    plan: Sequence[tuple[TimedCase, str, str]],
     device: torch.device,
     file: Path,
     bar: Bar,
