@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from apex.bench.kernels import timing_command
-from apex.bench.kernels.timing import Row
+from apex.bench.kernels.timing import Timing
 from apex.bench.kernels.timing_command import Timings
 from apex.bench.output import tables as files
 from tests.bench import made
@@ -28,7 +28,7 @@ def _row(op="adam", provider="apex", shapes="tiny", **changes):
         "dtype": "float32", "tensors": 1000, "elements": 50500, "times": tuple(ms * turns),
         "our_times": tuple(ms / speed * turns[::-1]) if speed else (), "bytes_per_element": 28.0,
     }  # fmt: skip
-    return Row(**{**values, **changes})
+    return Timing(**{**values, **changes})
 
 
 def _report(rows=None, **changes):

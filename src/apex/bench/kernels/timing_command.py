@@ -18,7 +18,7 @@ import torch
 from apex.bench.cli import UsageError
 from apex.bench.info import machine
 from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, TimedCase
-from apex.bench.kernels.timing import Row, how_measured, measure
+from apex.bench.kernels.timing import Timing, how_measured, measure
 from apex.bench.options import (
     add_device,
     at_least,
@@ -112,7 +112,7 @@ class Timings:
     notes: dict[str, str]
     complete: bool = False
     missing: dict[str, list[str]] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Timing] = field(default_factory=list)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -208,7 +208,7 @@ def show(report: Timings, file: Path) -> None:
     for mark in _marks(report):
         to.print(mark, style="bold red")
 
-    def style(row: Row) -> str | None:
+    def style(row: Timing) -> str | None:
         return "red" if row.problem else "bold" if row.ours else None
 
     for shapes, dtype in dict.fromkeys((row.shapes, row.dtype) for row in report.rows):
@@ -267,23 +267,23 @@ def _problems(report: Timings) -> list[tuple[str, str]]:
 # --- columns --------------------------------------------------------------------------------------
 
 
-def _column(heading: str, name: str, text: Callable[[Any], str], drop: int = 0) -> Column[Row]:
+def _column(heading: str, name: str, text: Callable[[Any], str], drop: int = 0) -> Column[Timing]:
     """A number of a row."""
     of = attrgetter(name)
     return Column(heading, lambda row: text(of(row)), {name: of}, drop=drop)
 
 
-def _word(name: str, *, group: bool = False) -> Column[Row]:
+def _word(name: str, *, group: bool = False) -> Column[Timing]:
     of = attrgetter(name)
     return Column(name, lambda row: str(of(row)), {name: of}, left=True, group=group)
 
 
-def _end(name: str) -> Callable[[Row], Value]:
+def _end(name: str) -> Callable[[Timing], Value]:
     """An end of the interval."""
     return lambda row: getattr(row.bounds, name, None)
 
 
-COLUMNS: tuple[Column[Row], ...] = (
+COLUMNS: tuple[Column[Timing], ...] = (
     *(_word(name, group=True) for name in ("shapes", "dtype", "tensors", "elements")),
     _word("op"),
     _word("provider"),
