@@ -10,7 +10,7 @@ import torch
 from apex.bench import memory
 from apex.bench.training.profiling import FEW_STEPS
 from apex.bench.training.results import Results
-from apex.bench.training.rows import Row, rows
+from apex.bench.training.rows import LevelRow, rows
 from apex.bench.training.turns import BLOCK
 from apex.bench.training.verdict import BUSY, LOSS_MARGIN, NOISY, Verdict, same_arithmetic
 
@@ -39,7 +39,7 @@ def marks(report: Results) -> list[str]:
     return found
 
 
-def _cut(made: Sequence[Row]) -> str:
+def _cut(made: Sequence[LevelRow]) -> str:
     """Say what a time budget has left out."""
     stopped = [row.label for row in made if row.stopped]
     trained = [run for row in made for run in row.finished if run.planned_steps]
@@ -71,7 +71,7 @@ def notes(report: Results, verdicts: Sequence[Verdict]) -> list[str]:
     return found
 
 
-def _same(here: Sequence[Row]) -> list[str]:
+def _same(here: Sequence[LevelRow]) -> list[str]:
     """Say which levels of a task are the same arithmetic, and at which batch sizes."""
     found: dict[tuple[str, ...], list[str]] = {}
     for batch in dict.fromkeys(row.batch for row in here):
@@ -84,7 +84,7 @@ def _same(here: Sequence[Row]) -> list[str]:
     ]
 
 
-def _of_test_set(here: Sequence[Row]) -> list[str]:
+def _of_test_set(here: Sequence[LevelRow]) -> list[str]:
     """Say how far the size of the test set alone moves an accuracy."""
     for row in here:
         size = next((run.test_size for run in row.finished if run.test_size), None)

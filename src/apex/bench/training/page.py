@@ -14,7 +14,7 @@ from apex.bench.output.tables import NOTHING, filled, number
 from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.results import FORMAT, Results
 from apex.bench.training.results import Cell as PlannedCell
-from apex.bench.training.rows import BASELINE, Row
+from apex.bench.training.rows import BASELINE, LevelRow
 from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.table import COLUMNS, Line, lines
 from apex.bench.training.verdict import Verdict, baseline_of
@@ -116,7 +116,7 @@ def _questions(
     return {name: (about, html.table(of)) for name, (about, of) in found.items() if of}
 
 
-def _where(row: Row) -> dict[str, Cell]:
+def _where(row: LevelRow) -> dict[str, Cell]:
     return {
         "task": (row.task, None),
         "batch": (str(row.batch), row.batch),
@@ -143,7 +143,7 @@ def _beside(verdict: Verdict) -> dict[str, Cell]:
     }
 
 
-def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
+def _operators(row: LevelRow, table: Sequence[LevelRow]) -> dict[str, Cell]:
     base, total = baseline_of(row, table), sum(one.ms for one in row.operators)
     theirs, each = base.operators if base and base is not row else (), []
     for one in sorted(row.operators, key=lambda one: -one.ms)[:LONGEST]:

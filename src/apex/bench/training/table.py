@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from apex.bench.output.tables import NOTHING, Column, number, three
 from apex.bench.training.results import Results
-from apex.bench.training.rows import Row, mean, rows
+from apex.bench.training.rows import LevelRow, mean, rows
 from apex.bench.training.verdict import Verdict, baseline_of
 
 __all__ = ["COLUMNS", "Line", "lines"]
@@ -16,7 +16,7 @@ __all__ = ["COLUMNS", "Line", "lines"]
 class Line(NamedTuple):
     """A row with its comparison to the baseline, where there is one."""
 
-    row: Row
+    row: LevelRow
     verdict: Verdict | None
 
     @property
