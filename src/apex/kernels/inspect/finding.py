@@ -27,7 +27,7 @@ from apex.kernels.inspect import instructions, judge
 from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.inspect.compiler import TARGETS, UnavailableError
 from apex.kernels.inspect.instructions import Instruction, disassembled
-from apex.kernels.inspect.machine_code import Access, Code, compiled
+from apex.kernels.inspect.machine_code import Access, MachineCode, compiled
 
 __all__ = ["TARGETS", "Finding", "UnavailableError", "cases", "compiled", "files", "inspect"]
 
@@ -107,7 +107,7 @@ def inspect(cases: Sequence[CompiledCase], target: str) -> list[Finding]:
 
 
 def _judged(
-    case: CompiledCase, code: Code, program: Sequence[Instruction] | None, target: str
+    case: CompiledCase, code: MachineCode, program: Sequence[Instruction] | None, target: str
 ) -> Finding:
     per_byte = None if program is None else judge.instructions(case, code, program)
     loads = [access for access in code.accesses if not access.store]
@@ -136,7 +136,7 @@ def _judged(
 
 
 def _widths(
-    case: CompiledCase, code: Code, accesses: Sequence[Access], names: Sequence[str]
+    case: CompiledCase, code: MachineCode, accesses: Sequence[Access], names: Sequence[str]
 ) -> dict[int, int] | None:
     """Of the main path."""
     return judge.widths(judge.main(case, accesses, names)) if code.attributed else None
