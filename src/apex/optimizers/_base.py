@@ -64,7 +64,7 @@ class FusedOptimizer(StatefulOptimizer):
             masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
             :mod:`apex.ops.lists.storage`.
         state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
-            or more, are held in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
+            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
         defaults: Of this base alone: values of the group's numbers.
 
     Raises:
@@ -283,7 +283,7 @@ class FusedOptimizer(StatefulOptimizer):
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group
             if self._state_form == "8bit":
-                here = here._replace(held=self._held(launch, self._slots_of(group)))
+                here = here._replace(quantized=self._quantized(launch, self._slots_of(group)))
             if counters is not None:
                 group = counted(together[number], launch, counters)
             yield launch.params, self._update(group, launch, here)

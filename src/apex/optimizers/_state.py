@@ -16,7 +16,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, are_contiguous, are_uniform, local_parts
-from apex.ops.lists.quantized import Held, absmax_shape
+from apex.ops.lists.quantized import Quantized, absmax_shape
 from apex.optimizers._checkpoint import SavedOptimizer
 from apex.optimizers._eight_bit import CODES, absmax_of, is_code, stored_as
 from apex.optimizers._launches import Launch
@@ -226,13 +226,13 @@ class StatefulOptimizer(SavedOptimizer):
         shapes = [self.slot_shapes[slot] for slot in slots if slot in self.slot_shapes]
         return are_uniform([*alike, *others], *shapes)
 
-    def _held(self, launch: Launch, slots: Sequence[str]) -> tuple[Held, ...]:
-        """Which columns of a launch are held in 8 bits."""
+    def _quantized(self, launch: Launch, slots: Sequence[str]) -> tuple[Quantized, ...]:
+        """Which columns of a launch are quantised to 8 bits."""
         found = []
         for number, slot in enumerate(slots, 2):
             if launch.columns[number][0].dtype == torch.uint8:
                 absmax = [self.state[param][absmax_of(slot)] for param in launch.params]
-                found.append(Held(number, CODES[slot], local_parts(absmax)))
+                found.append(Quantized(number, CODES[slot], local_parts(absmax)))
         return tuple(found)
 
     def _check_absmax(

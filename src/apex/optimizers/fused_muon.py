@@ -46,10 +46,12 @@ class _Waiting(NamedTuple):
         params, *columns = (
             [column[n] for n in positions] for column in (self.launch.params, *self.launch.columns)
         )
-        extra, held = self.options.extra, self.options.held
+        extra, quantized = self.options.extra, self.options.quantized
         options = self.options._replace(
             extra=extra and [extra[n] for n in positions],
-            held=tuple(one._replace(absmax=[one.absmax[n] for n in positions]) for one in held),
+            quantized=tuple(
+                one._replace(absmax=[one.absmax[n] for n in positions]) for one in quantized
+            ),
         )
         return _Waiting(Launch(params, columns), self.hyper, options)
 

@@ -1,4 +1,4 @@
-"""Columns that are held in 8 bits: a code for each element, and a largest magnitude for each block.
+"""Columns quantised to 8 bits: a code for each element, and a largest magnitude for each block.
 
 A block has at most 256 elements and lies inside one row, which is all that has one index of
 dimension 0. So blocks do not depend on how many ranks share a tensor by ``Shard(0)``, nor on how it
@@ -73,8 +73,8 @@ SIGNED, UNSIGNED = Code(True), Code(False)
 NEGATIVE_ZERO = 0x80  # of `SIGNED`
 
 
-class Held(NamedTuple):
-    """A column that is held in 8 bits: its number, what its codes mean, and ``absmax`` of each."""
+class Quantized(NamedTuple):
+    """A quantised column in 8 bits: its number, what its codes mean, and ``absmax`` of each."""
 
     column: int
     code: Code

@@ -146,13 +146,13 @@ def lamb_phases(
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
-    codec = PLAIN.codec(options.held)
+    codec = PLAIN.codec(options.quantized)
     if options.storage is not PLAIN and options.extra is not None:
         columns.append(options.extra)
         # weights are read as they are stored; none is written yet
         decode = options.storage.codec().decode
         codec = Codec(
-            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.held
+            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.quantized
         )
     sums = run(
         TERM,
@@ -169,7 +169,7 @@ def lamb_phases(
     else:
         whole = yield Sums(sums)
         rates = hyper.rates(*whole.sqrt().unbind())
-    second = options._replace(factor=1.0, write_grads=False, held=())
+    second = options._replace(factor=1.0, write_grads=False, quantized=())
     run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
 
 
