@@ -115,7 +115,7 @@ class FusedNovoGrad(FusedOptimizer):
         for group in self.param_groups:
             if not any("norm" in self.state.get(param, {}) for param in group["params"]):
                 # NVIDIA's have norms in their groups alone
-                _hand_out(group, self.state, {param: param.dtype for param in group["params"]})
+                _split_norms(group, self.state, {param: param.dtype for param in group["params"]})
         self._join_kept_norms()
 
     # -- the norms ---------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class FusedNovoGrad(FusedOptimizer):
         found = super()._from_torch(state_dict)
         dtypes = {number: param.dtype for number, param, _ in self._saved_states(found)}
         for group in found["param_groups"]:
-            _hand_out(group, found["state"], dtypes)
+            _split_norms(group, found["state"], dtypes)
             group.pop("exp_avg_sq", None)
         return found
 
@@ -218,7 +218,7 @@ def _is_begun(state: Mapping[str, Any]) -> bool:
     return "exp_avg" in state or is_code(state, "exp_avg")
 
 
-def _hand_out(
+def _split_norms(
     group: dict[str, Any], states: Mapping[Any, Any], dtypes: Mapping[Any, torch.dtype]
 ) -> None:
     """Give the states of parameters the norms that their group has, if it has any."""
