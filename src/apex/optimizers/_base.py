@@ -25,8 +25,8 @@ from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_real_and_strided
 from apex.ops.lists.overlaps import own_copies, write_back
-from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
+from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
 from apex.ops.lists.storage import ScaledStep, StepOptions
 from apex.optimizers._launches import (
     GroupGrads,
@@ -74,7 +74,7 @@ class FusedOptimizer(StatefulOptimizer):
     """
 
     # How one launch is stepped, and the type of the numbers of that.
-    _algorithm: Callable[[Any, Any, StepOptions], Phases | None]
+    _algorithm: Callable[[Any, Any, StepOptions], Stages | None]
     _numbers: Any
 
     set_grad_none = True  # where an older Apex has pickled the whole optimizer
@@ -247,23 +247,23 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _finish(
         self,
-        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        updates: Iterable[tuple[list[torch.Tensor], Stages | None]],
         sharded: Sequence[torch.Tensor],
     ) -> None:
         """Run updates to their ends; ``sharded`` are parameters of which ranks hold parts."""
         if sharded and (kinds := self._kinds()):
             finish_on_shards(updates, sharded, kinds)
         else:
-            for _, phases in updates:
-                if phases is not None:
-                    finish(phases)
+            for _, stages in updates:
+                if stages is not None:
+                    finish(stages)
 
     def _updates(
         self,
         together: Sequence[list[GroupGrads]],
         launches: Iterable[tuple[int, Launch]],
         options: StepOptions,
-    ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
+    ) -> Iterator[tuple[list[torch.Tensor], Stages | None]]:
         """Count the step and update each launch; yields its parameters, and the rest to be done."""
         noop = options.noop
         counters = None
@@ -327,10 +327,10 @@ class FusedOptimizer(StatefulOptimizer):
         return 0.0
 
     def _kinds(self) -> set[Kind]:
-        """What updates yield of each tensor, see :func:`apex.ops.lists.phases.finish_on_shards`."""
+        """What updates yield of each tensor, see :func:`apex.ops.lists.stages.finish_on_shards`."""
         return set()
 
-    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> Phases | None:
+    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> Stages | None:
         """Step one launch, or return an update that does.
 
         Args:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops.lists.columns import Scalar, local
-from apex.ops.lists.phases import Phases
 from apex.ops.lists.placements import is_sharded
+from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.muon import Muon, begin_, finish_
@@ -288,7 +288,7 @@ class FusedMuon(FusedOptimizer):
 
     def _finish(
         self,
-        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        updates: Iterable[tuple[list[torch.Tensor], Stages | None]],
         sharded: Sequence[torch.Tensor],
     ) -> None:
         super()._finish(updates, sharded)

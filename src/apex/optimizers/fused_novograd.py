@@ -9,8 +9,8 @@ import torch
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
-from apex.ops.lists.phases import Kind
-from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_phases
+from apex.ops.lists.stages import Kind
+from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_stages
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._eight_bit import is_code
 
@@ -52,7 +52,7 @@ class FusedNovoGrad(FusedOptimizer):
     slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
     reg_inside_moment, moment_mode = False, 1
-    _algorithm, _numbers = staticmethod(novograd_phases), NovoGrad
+    _algorithm, _numbers = staticmethod(novograd_stages), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
 
