@@ -358,10 +358,10 @@ class op:  # lower case, like torch.autocast: used as a function
         return dict(zip(views, found, strict=True))
 
 
-def _call(function: Callable[..., Any], beside: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if not beside.is_cuda:
+def _call(function: Callable[..., Any], first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not first.is_cuda:
         return function(*args, **kwargs)
-    with torch.cuda.device(beside.device):  # Triton launches there
+    with torch.cuda.device(first.device):  # Triton launches there
         return function(*args, **kwargs)
 
 

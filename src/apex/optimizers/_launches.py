@@ -218,7 +218,7 @@ def split(
     Args:
         params: The parameters.
         columns: Gradients, weights and every slot.
-        extra: What is stored beside each weight; ``None`` for nothing at all.
+        extra: What is stored in addition to each weight; ``None`` for nothing at all.
         is_uniform: Whether all of it is known to have one device, and one dtype for each column.
         sizes: How many parameters each list of joined groups has, one list after the other.
 
@@ -230,8 +230,8 @@ def split(
         for number, size in enumerate(sizes):
             part = slice(start, start := start + size)
             if size:
-                beside: Any = None if extra is None else list(extra[part])
-                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], beside)
+                some: Any = None if extra is None else list(extra[part])
+                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], some)
         return
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
@@ -246,5 +246,5 @@ def split(
         members.setdefault(kind, []).append(number)
     for chosen in members.values():
         listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
-        beside = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
-        yield owners[chosen[0]], Launch(listed, picked, beside or None)
+        some = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
+        yield owners[chosen[0]], Launch(listed, picked, some or None)

@@ -103,7 +103,7 @@ class StatefulOptimizer(SavedOptimizer):
         The storage's column becomes 0. A master becomes the weight where it would not be rounded to
         it. Right after loading nothing is done: model and optimizer are loaded in any order.
         """
-        name = self._beside
+        name = self._extra_key
         for param, (version, column) in self._written.items():
             if param._version == version or self.state.get(param, {}).get(name) is not column:
                 continue
@@ -122,7 +122,7 @@ class StatefulOptimizer(SavedOptimizer):
 
     def _note_versions(self) -> None:
         """Note the weights' versions, to see whether somebody else writes them."""
-        name = self._beside
+        name = self._extra_key
         if name is not None:
             self._written = {
                 param: (param._version, state[name])
@@ -131,7 +131,7 @@ class StatefulOptimizer(SavedOptimizer):
             }
 
     @property
-    def _beside(self) -> str | None:
+    def _extra_key(self) -> str | None:
         """The key of what belongs to the weight as it was stored last."""
         return self._storage.column or ("master_param" if self._mastered else None)
 
@@ -150,7 +150,7 @@ class StatefulOptimizer(SavedOptimizer):
         *,
         mastered: bool,
     ) -> Sequence[torch.Tensor | None] | None:
-        """What is stored beside each weight; ``None`` if nothing is, for all of them."""
+        """What is stored in addition to each weight; ``None`` if nothing is, for all of them."""
         name = self._storage.column
         if name is not None:
             if any(name not in state for state in states):
@@ -273,7 +273,7 @@ class StatefulOptimizer(SavedOptimizer):
         Args:
             params: The parameters; local parts of distributed ones.
             columns: Gradients, weights and slots.
-            extra: What is stored beside each weight.
+            extra: What is stored in addition to each weight.
             slots: Names of the slots.
 
         Raises:
@@ -284,8 +284,8 @@ class StatefulOptimizer(SavedOptimizer):
         names = ["gradient", "master", *slots]
         if extra is not None:
             names.append("state beside it")
-            beside = [param if x is None else x for x, param in zip(extra, params, strict=True)]
-            columns = [*columns, beside]
+            filled = [param if x is None else x for x, param in zip(extra, params, strict=True)]
+            columns = [*columns, filled]
         for name, column in zip(names, columns, strict=True):
             if column is params:
                 continue

@@ -39,12 +39,12 @@ class Storage:
 
     Attributes:
         name: What users call it.
-        widen: ``weight, what is beside it if anything is -> float32 value``.
-        narrow: ``float32 value -> (weight, what is beside it if anything is)``; writing rounds
+        widen: ``weight, what is stored with it if anything is -> float32 value``.
+        narrow: ``float32 value -> (weight, what is stored with it if anything is)``; writing rounds
             to the dtype of the column.
         decode: What ``widen`` is called in :mod:`apex.kernels.storage`.
         encode: What ``narrow`` is called there.
-        extra: dtype of the column beside the weight, or ``None``.
+        extra: dtype of what is stored with the weight, or ``None``.
         column: What an optimizer's state calls that column.
         seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
             replayed draws another one each time.
@@ -60,11 +60,11 @@ class Storage:
     seeded: bool = False
 
     def codec(self, quantized: tuple[Quantized, ...] = ()) -> Codec:
-        """How columns are stored: gradients, weights, states, and what is beside the weights."""
-        beside = self.extra is not None
+        """How columns are stored: gradients, weights, states, what is stored with weights."""
+        has_extra = self.extra is not None
 
         def decode(raw: Values) -> Values:
-            others = raw[:-1] if beside else raw
+            others = raw[:-1] if has_extra else raw
             weight = self.widen(raw[PARAM], *raw[len(others) :])
             return _widened(raw[0]), weight, *map(_widened, others[PARAM + 1 :])
 
