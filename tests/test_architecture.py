@@ -237,3 +237,26 @@ assert not [m for m in sys.modules if m.startswith("apex.bench")]
         [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+OF_THE_ORIGINAL = {  # the same name in two of its packages
+    "FP16_Optimizer",
+    "FastLayerNorm",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedLayerNorm",
+    "FusedSGD",
+    "GradScaler",
+    "LossScaler",
+    "MixedFusedLayerNorm",
+}
+
+
+def test_a_class_name_means_one_thing():
+    places = {}
+    for file in files(SRC):
+        for node in tree(file).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(SRC)))
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert several.keys() - OF_THE_ORIGINAL == set(), several

@@ -31,7 +31,7 @@ from apex.contrib.optimizers import fused_adam as contrib_adam
 from apex.ops.layers import rotary
 from apex.ops.lists.unscale import unscale_into
 from apex.ops.losses import transducer as ops
-from apex.optimizers import FusedAdam, FusedSGD, _buckets
+from apex.optimizers import FusedAdam, FusedSGD, _launches
 from apex.optimizers._state import StatefulOptimizer
 from apex.parallel import LARC
 from tests.kernels.fake_cuda import fake_cuda
@@ -482,7 +482,7 @@ def main(names):
     with (
         fake_cuda() as (devices, log),
         mock.patch.object(StatefulOptimizer, "_refuse_in_capture", let_through),
-        mock.patch.object(_buckets, "check_captured", let_through),
+        mock.patch.object(_launches, "check_captured", let_through),
         mock.patch.object(contrib_adam, "check_captured", let_through),
     ):
         for name, prepare in every:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.storage import optimizer_cases
 
 
@@ -19,7 +19,7 @@ def adagrad(values, s):
     return param - s.lr * update, squares, grad
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor lr eps l2 decay"
     yield from optimizer_cases(adagrad, states=1, scalars=scalars, narrow_states=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.inspect.list_case import case
 from apex.kernels.storage import optimizer_cases
 
@@ -39,7 +39,7 @@ def adam_eps_inside(values, s):
     return _adam(values, s, True)
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     yield from optimizer_cases(adam, states=2, scalars=SCALARS)
     yield from optimizer_cases(adam_eps_inside, states=2, scalars=SCALARS)

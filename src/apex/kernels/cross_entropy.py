@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty, half, multiprocessors, power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
 # values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are
@@ -212,7 +212,7 @@ def backward(
 # -- what is inspected ---------------------------------------------------------------------------
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected: few rows, which several programs share."""
     pointers = "same_logits labels largest total centered losses lse dy"
     narrow = {f"{name}_ptr": "one number a row or part" for name in pointers.split()}

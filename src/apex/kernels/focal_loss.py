@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
 LANE = 8  # neighbours that one thread reads of them
@@ -160,7 +160,7 @@ def backward(
     return [out]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     one, targets = meta("fp32", 1), meta("i64", 4095)
     usual = itertools.product(("fp16", "bf16", "fp32"), (1.5, 2.0), (91,))

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty, half, power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 # Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
 # images and two sums that is some 100 registers. Derived, not tuned on a GPU.
@@ -381,7 +381,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 # -- what is inspected ---------------------------------------------------------------------------
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     narrow = dict.fromkeys(("weight_ptr", "bias_ptr"), "one number a channel, once for all rows")
     narrow |= dict.fromkeys(("partial_ptr", "sums_ptr"), "two sums a channel for all rows")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, half, power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 TILE = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 COLUMNS = 128  # of a tile, at most
@@ -92,7 +92,7 @@ def backward(
     return [din2, din1]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     narrow = dict.fromkeys(("index_ptr", "order_ptr"), "one number a row")
     narrow |= {"firsts_ptr": "two numbers a program", "out_ptr": "one row a program"}

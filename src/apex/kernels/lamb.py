@@ -6,7 +6,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.inspect.list_case import case
 from apex.kernels.multi_tensor import rounded
 from apex.kernels.storage import add_error, join_low_bits
@@ -30,12 +30,12 @@ def lamb_apply(values, s):
     return values[1] - s.rate * values[0], values[0]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor beta1 grad_share beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
     states, sums = ((2, 1), (3, 2)), (3, 4)
 
-    def term(columns: str, *stores: tuple[int, int], **others: Any) -> Case:
+    def term(columns: str, *stores: tuple[int, int], **others: Any) -> CompiledCase:
         return case(
             lamb_term, columns, (*stores, *states), scalars,
             **{"on_device": "factor", "sums": sums, **others},

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.storage import optimizer_cases
 
 
@@ -19,7 +19,7 @@ def lion(values, s):
     return param, s.beta2 * average + s.rest2 * grad, grad
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor lr weight_decay beta1 rest1 beta2 rest2"
     yield from optimizer_cases(lion, states=1, scalars=scalars)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.inspect.list_case import case
 from apex.kernels.multi_tensor import widened
 from apex.kernels.storage import (
@@ -33,7 +33,7 @@ def muon_move(values, s):
     return param - (s.decay * param + s.rate * update), update
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor rest pull"
     for columns in ("fp32 fp32 bf16", "bf16 fp32 bf16", "fp32 fp32 fp32"):

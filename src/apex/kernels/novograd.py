@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.storage import optimizer_cases
 
 
@@ -19,7 +19,7 @@ def novograd(values, s):
     return param - s.lr * update, exp_avg, grad
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor lr beta1 grad_share unbias1 l2 decay grad_divisor moment_divisor"
     yield from optimizer_cases(

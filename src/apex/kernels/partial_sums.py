@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 # As the definition in plain PyTorch computes: multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -74,7 +74,7 @@ def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False
     return out
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     narrow = {"partial_ptr": "one number for 8192 elements of the tensors"}
     narrow |= {"firsts_ptr": "two numbers a tensor", "out_ptr": "one number a tensor"}

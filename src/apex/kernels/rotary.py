@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 # Elements of each half; of a warp 8 a thread, 128 bits of a 16-bit tensor. Derived, not measured.
 TILE = 1024
@@ -112,7 +112,7 @@ def _tiles(channels: int, half: int, heads: int) -> tuple[int, int, int, int, in
     return channels, half, height, lanes, rest, min(16, max(1, height * width // WARP))
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     narrow = dict.fromkeys(("cos_ptr", "sin_ptr"), "one row a position, once for all heads")
     narrow["positions_ptr"] = "one number a position"

@@ -6,7 +6,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.inspect.list_case import case
 
 
@@ -23,7 +23,7 @@ def axpby(values, s):
     return s.a * values[0] + s.b * values[1], values[0], values[1]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     plain: dict[str, Any] = {"flags": (1,), "noop": False}
     for columns in ("fp32 fp32", "fp16 fp32", "bf16 fp32", "fp16 fp16", "fp32 bf16"):

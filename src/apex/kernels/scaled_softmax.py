@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, half, power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
 # The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16
@@ -184,7 +184,7 @@ def backward(
 # -- what is inspected ---------------------------------------------------------------------------
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected: several rows in a tile, the longest of one block, longer and odd ones."""
     half = {True: 0.5, False: 1.0}  # causal rows are read up to the diagonal
     narrow = {"mask_ptr": "8 bytes beside 8 logits"}

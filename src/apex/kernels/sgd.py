@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.inspect.list_case import case
 from apex.kernels.storage import optimizer_cases
 
@@ -28,7 +28,7 @@ def momentum(values, s):
     return param - s.lr * (update + s.late_decay * param), buffer, grad
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor lr momentum one_minus_dampening l2 late_decay lookahead first"
     yield from optimizer_cases(sgd, states=0, scalars="factor lr weight_decay")

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
+from apex.kernels.inspect.case import CompiledCase
 from apex.kernels.inspect.list_case import case
 from apex.kernels.multi_tensor import rounded as rounded  # by its name, with the others
 from apex.kernels.multi_tensor import widened
@@ -87,7 +87,7 @@ def optimizer_cases(
     *,
     per_tensor: str = "",
     narrow_states: bool = False,
-) -> Iterator[Case]:
+) -> Iterator[CompiledCase]:
     """Describe an optimizer's update with each storage, as :mod:`apex.ops.lists.storage` runs it.
 
     Args:
@@ -102,7 +102,7 @@ def optimizer_cases(
     copy, beside, grad = (2 + states, 0), (2 + states, 2 + states), (0, 1 + states)
     half = "bf16 bf16" + all_states
 
-    def one(variant: str, columns: str, *more: tuple[int, int], **others: Any) -> Case:
+    def one(variant: str, columns: str, *more: tuple[int, int], **others: Any) -> CompiledCase:
         return case(
             update, columns, (*stores, *more), scalars, variant=variant, on_device="factor",
             per_tensor=per_tensor, **others,

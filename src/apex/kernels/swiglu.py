@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv
-from apex.kernels.inspect.case import Case, launched, meta
+from apex.kernels.inspect.case import CompiledCase, launched, meta
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -83,7 +83,7 @@ def backward(
     return grads
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     for kind, columns in (("fp16", 1001), ("bf16", 1001), ("fp32", 1001), ("bf16", 1024)):
         x = meta(kind, 4099, columns)

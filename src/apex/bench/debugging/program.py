@@ -163,7 +163,7 @@ def _follow(lines: Lines) -> list[Callable[[], None]]:
         _around(torch.optim.Optimizer, "zero_grad", quietly),
         _around(torch.nn.Module, "zero_grad", quietly),
         _around(loader, "__next__", batch),
-        _around(scaling._Block, "__enter__", scale),
+        _around(scaling._ScaledLoss, "__enter__", scale),
         _around(torch.Tensor, "backward", backward),
         _around(torch.autograd, "backward", backward),
     ]

@@ -19,7 +19,7 @@ from apex.bench.info.speeds import Speed, speeds, times_of_float32
 from apex.bench.output.tables import aligned
 from apex.ops import _runtime
 
-__all__ = ["HELP", "Report", "add_arguments", "collect", "draw", "live_paths", "run"]
+__all__ = ["HELP", "Installation", "add_arguments", "collect", "draw", "live_paths", "run"]
 
 HELP = (
     "Show the versions, devices and CUDA tools of this machine, how fast each dtype is, which code "
@@ -48,7 +48,7 @@ class LivePath:
 
 
 @dataclass(frozen=True)
-class Report:
+class Installation:
     """Everything that ``apex info`` knows.
 
     ``speeds`` are of the CPU and of the first GPU, by device; ``warnings`` are what torch had to
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect() -> Report:
+def collect() -> Installation:
     """Look at this machine and this process."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -86,7 +86,7 @@ def collect() -> Report:
             warnings.warn(busy, stacklevel=1)
         names = [device.device for device in devices]
         timed = [name for name in names if name in ("cpu", "cuda:0")]
-        report = Report(
+        report = Installation(
             versions=machine.versions(),
             devices=tuple(devices),
             speeds={name: speeds(torch.device(name)) for name in timed},
@@ -100,7 +100,7 @@ def collect() -> Report:
     return replace(report, warnings=tuple(messages))
 
 
-def draw(report: Report) -> str:
+def draw(report: Installation) -> str:
     """Draw a report as text."""
     why_not = report.why_not_triton
     triton = f"cannot run: {why_not} (plain PyTorch runs instead)" if why_not else "run"

@@ -82,7 +82,7 @@ def checks() -> Iterator[Check]:
     for op in ops.CHECKED:
         yield live(WAITS, op.title, partial(_without_waits, partial(_differentiated, op)))
     for level in training.LEVELS:
-        trained = partial(_without_waits, partial(training.Trainer, level))
+        trained = partial(_without_waits, partial(training.SmallTraining, level))
         yield live(WAITS, f"training at {level}, FusedAdam", trained)
     if torch.cuda.device_count() > 1:
         yield live(ELSEWHERE, "on a GPU that is not the current one", _elsewhere)

@@ -16,7 +16,7 @@ from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam
 
-__all__ = ["LEVELS", "Trainer", "checks"]
+__all__ = ["LEVELS", "SmallTraining", "checks"]
 
 AREA = "training"
 STEPS = 8
@@ -43,7 +43,7 @@ def checks() -> Iterator[Check]:
         yield Check(AREA, f"training at {level}, fused_step and clipping", run)
 
 
-class Trainer:
+class SmallTraining:
     """A network with a layer norm, a loss and an optimizer of ours, on data that can be learnt."""
 
     def __init__(self, level: str, setting: Setting, **options: Any) -> None:
@@ -79,7 +79,7 @@ def _train(
 ) -> tuple[list[Measured], list[float], list[torch.Tensor]]:
     """Some steps: what holds before the first, the losses, the weights after the last."""
     try:
-        trainer = Trainer(level, setting, **options)
+        trainer = SmallTraining(level, setting, **options)
         before = [*_numbers(trainer, *LEVELS[level])]
         losses = [float(trainer.step(max_norm)) for _ in range(STEPS)]
         return before, losses, [param.detach().clone() for param in trainer.model.parameters()]
@@ -101,7 +101,7 @@ def _falls(losses: list[float]) -> Measured:
 
 
 def _numbers(
-    trainer: Trainer, weights: torch.dtype, stepped: torch.dtype, computes: torch.dtype,
+    trainer: SmallTraining, weights: torch.dtype, stepped: torch.dtype, computes: torch.dtype,
     scale: float,
 ) -> Iterator[Measured]:  # fmt: skip
     """Look at dtypes and loss scale before the first step."""

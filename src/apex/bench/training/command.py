@@ -33,7 +33,7 @@ from apex.bench.output.progress import Bar, progress
 from apex.bench.training import plan, report, tasks
 from apex.bench.training.notes import how_measured
 from apex.bench.training.precision import ALIASES, LEVELS
-from apex.bench.training.results import Cell, Report, write
+from apex.bench.training.results import Cell, Results, write
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.trainer import OPTIMIZERS
 
@@ -143,7 +143,7 @@ class _Bench:
         self._store = plan.Store(args.out / "cells", {**here, "budget": args.budget}, self._options)
         if args.fresh:
             self._store.forget(cells)
-        self.report = Report(
+        self.report = Results(
             environment=here,
             plan=cells,
             runs=(),

@@ -18,12 +18,12 @@ from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.trainer import OwnState, Trainer, mapped, out_of_memory
 
-__all__ = ["AFTER", "Training", "counted"]
+__all__ = ["AFTER", "CellTraining", "counted"]
 
 AFTER = 12  # steps' time that evaluation and the measurements apart take, about
 
 
-class Training:
+class CellTraining:
     """One training, as far as it has come.
 
     Attributes:

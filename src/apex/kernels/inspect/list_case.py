@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from apex.kernels._tables import CHUNK, Layout, Table
-from apex.kernels.inspect.case import DTYPES, Case, launched, meta
+from apex.kernels.inspect.case import DTYPES, CompiledCase, launched, meta
 from apex.kernels.multi_tensor import BLOCK, launch
 from apex.kernels.quantized import more
 
@@ -29,7 +29,7 @@ def case(
     seeded: bool = False,
     unaligned: tuple[int, ...] = (),
     **options: Any,
-) -> Case:
+) -> CompiledCase:
     """Describe a launch for inspection.
 
     Args:

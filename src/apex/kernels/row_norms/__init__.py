@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from apex.kernels._launching import cdiv, empty, multiprocessors, power_of_2
-from apex.kernels.inspect.case import BITS, DTYPES, Case, launched, meta
+from apex.kernels.inspect.case import BITS, DTYPES, CompiledCase, launched, meta
 from apex.kernels.row_norms.kernels import (
     row_norm_add_up,
     row_norm_backward,
@@ -177,7 +177,7 @@ def backward(
 # -- what is inspected ---------------------------------------------------------------------------
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected: types of x, weight and y."""
     same = [(kind, kind, kind) for kind in ("fp32", "fp16", "bf16")]
     for centered in (True, False):
@@ -190,7 +190,7 @@ def cases() -> Iterator[Case]:
 
 def _cases(
     kind: str, of_weight: str, of_y: str, centered: bool, affine: bool, odd: Sequence[int] = ()
-) -> Iterator[Case]:
+) -> Iterator[CompiledCase]:
     """Several rows in a tile, the longest row in a tile, and a longer one; or ``odd`` lengths."""
     name = "layer_norm" if centered else "rms_norm"
     words = f"{kind} {of_weight} {of_y}" if affine else f"{kind} plain"

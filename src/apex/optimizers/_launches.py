@@ -1,6 +1,6 @@
-"""Groups that are stepped together, the count of their steps, and buckets for one launch each.
+"""Groups that are stepped together, the count of their steps, and what one launch steps of them.
 
-Groups of equal numbers share buckets, and with them launches: 65 groups need not be 65 launches.
+Groups of equal numbers share launches: 65 groups need not be 65 launches.
 Where a step can be skipped on a device, its count is a tensor there. Those of all groups are
 counted by one function of torch, and their bias corrections are computed as one vector.
 
@@ -20,7 +20,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.columns import of_one_kind
-from apex.ops.updates.adam import StepCounts
+from apex.ops.updates.adam import DeviceSteps
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
 
@@ -33,7 +33,7 @@ SplitArguments = tuple[
     Sequence[int],
 ]
 # By the id of a step on a device: the steps there, and which of them it is.
-Counters = Mapping[int, tuple[StepCounts, int]]
+Counters = Mapping[int, tuple[DeviceSteps, int]]
 
 
 class GroupGrads(NamedTuple):
@@ -140,7 +140,7 @@ def count_steps(
             step = torch.full((1,), step, dtype=torch.int32, device=device)
         group["step"] = step = step.to(device, non_blocking=True)
         on.setdefault(device, {})[id(step)] = step
-    counters: dict[int, tuple[StepCounts, int]] = {}
+    counters: dict[int, tuple[DeviceSteps, int]] = {}
     for device, by_id in on.items():
         steps = [*by_id.values()]
         if noop is None:
@@ -149,7 +149,7 @@ def count_steps(
             taken = (noop.to(device, non_blocking=True) == 0).to(torch.int32)
             torch._foreach_add_(steps, [taken.view_as(step) for step in steps])
         if _runtime.waits(device):
-            counts = StepCounts(torch.cat([step.view(1) for step in steps]).double())
+            counts = DeviceSteps(torch.cat([step.view(1) for step in steps]).double())
             counters |= {number: (counts, place) for place, number in enumerate(by_id)}
     return counters
 
@@ -168,8 +168,8 @@ def check_captured(step: int | torch.Tensor, device: torch.device) -> None:
     )
 
 
-def counted(groups: Sequence[GroupGrads], bucket: Bucket, counters: Counters) -> dict[str, Any]:
-    """The numbers of joined groups for one bucket, with the step as updates take it."""
+def counted(groups: Sequence[GroupGrads], launch: Launch, counters: Counters) -> dict[str, Any]:
+    """The numbers of joined groups for a launch, with the step as updates take it."""
     numbers = groups[0].group
     step = numbers.get("step")
     if not isinstance(step, torch.Tensor):
@@ -178,17 +178,17 @@ def counted(groups: Sequence[GroupGrads], bucket: Bucket, counters: Counters) ->
         return {**numbers, "step": int(step)}
     counts = counters[id(step)][0]
     places = [counters[id(one.group["step"])][1] for one in groups]
-    runs = [(places[0], len(bucket.params))]
+    runs = [(places[0], len(launch.params))]
     if len({*places}) > 1:
         pairs = zip(groups, places, strict=True)
         owners = {id(param): place for one, place in pairs for param in one.params}
-        by_owner = groupby(owners[id(param)] for param in bucket.params)
+        by_owner = groupby(owners[id(param)] for param in launch.params)
         runs = [(place, len([*some])) for place, some in by_owner]
-    return {**numbers, "step": counts.of(runs, bucket.device)}
+    return {**numbers, "step": counts.of(runs, launch.device)}
 
 
-class Bucket(NamedTuple):
-    """Parameters of one device and one set of dtypes.
+class Launch(NamedTuple):
+    """What one launch steps: parameters of one device and one set of dtypes.
 
     Attributes:
         params: The parameters, as in the group.
@@ -212,8 +212,8 @@ def split(
     extra: Sequence[torch.Tensor | None] | None,
     is_uniform: bool,
     sizes: Sequence[int],
-) -> Iterable[tuple[int, Bucket]]:
-    """Split parameters into buckets.
+) -> Iterable[tuple[int, Launch]]:
+    """Split parameters into launches.
 
     Args:
         params: The parameters.
@@ -223,7 +223,7 @@ def split(
         sizes: How many parameters each list of joined groups has, one list after the other.
 
     Yields:
-        The number of the list of groups, and a bucket of it.
+        The number of the list of groups, and a launch of it.
     """
     if is_uniform or (extra is None and of_one_kind(columns)):
         start = 0
@@ -231,7 +231,7 @@ def split(
             part = slice(start, start := start + size)
             if size:
                 beside: Any = None if extra is None else list(extra[part])
-                yield number, Bucket(list(params[part]), [list(x[part]) for x in columns], beside)
+                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], beside)
         return
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
@@ -247,4 +247,4 @@ def split(
     for chosen in members.values():
         listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
         beside = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
-        yield owners[chosen[0]], Bucket(listed, picked, beside or None)
+        yield owners[chosen[0]], Launch(listed, picked, beside or None)
