@@ -1,7 +1,7 @@
 """Two ranks: levels, ways to accumulate and reduce, and an overflow on one rank.
 
-Each cell is trained with amp and by hand; see :mod:`tests.amp.ranks`. After every step weights,
-masters, scale and skip are equal over ranks, and equal to those by hand, bit for bit.
+Each cell is trained with amp and by hand; see :mod:`tests.amp.ranks.cells`. After every step
+weights, masters, scale and skip are equal over ranks, and equal to those by hand, bit for bit.
 """
 
 import functools
@@ -9,8 +9,8 @@ import functools
 import pytest
 import torch
 
-from tests.amp import rank_programs as programs
-from tests.amp.ranks import HAS_MASTERS, OVERFLOW_STEP, Cell
+from tests.amp.ranks import rank_programs as programs
+from tests.amp.ranks.cells import HAS_MASTERS, OVERFLOW_STEP, Cell
 from tests.ranks import RankError
 
 pytestmark = pytest.mark.dist

@@ -10,8 +10,8 @@ from torch import nn
 from apex import amp
 from apex.amp import _speech
 from apex.amp.handle import AmpHandle, NoOpHandle
+from tests.amp.casting.registrations import DECORATE, REGISTER
 from tests.amp.levels import product
-from tests.amp.registrations import DECORATE, REGISTER
 
 # -- arguments ------------------------------------------------------------------------------------
 

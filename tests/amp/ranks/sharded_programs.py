@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from apex import amp
-from tests.amp import agreement_programs as agreement
-from tests.amp.agreement_programs import RANKS, SCALE, WINDOW, Step, adam, labelled, net, sgd
-from tests.amp.sequences import Scale
+from tests.amp.gradients.sequences import Scale
+from tests.amp.ranks import agreement_programs as agreement
+from tests.amp.ranks.agreement_programs import RANKS, SCALE, WINDOW, Step, adam, labelled, net, sgd
 from tests.amp.training import copies, scale_now
 
 # -- one model in shards ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Ranks that hold parts of one model take or skip each step together.
 
-What ranks do is in :mod:`tests.amp.agreement_programs` and :mod:`tests.amp.sharded_programs`, with
-the same in one process by hand.
+What ranks do is in :mod:`tests.amp.ranks.agreement_programs` and
+:mod:`tests.amp.ranks.sharded_programs`, with the same in one process by hand.
 """
 
 import functools
@@ -17,10 +17,11 @@ from apex import amp
 from apex._compat import IS_2_13
 from apex.amp.casting import cpu_float16
 from apex.optimizers import FusedAdam
-from tests.amp import agreement_programs as programs
-from tests.amp import scaler_programs, sharded_programs
-from tests.amp.agreement_programs import SCALE, Case
-from tests.amp.sharded_programs import BAD, Parallel, Sharded
+from tests.amp.ranks import agreement_programs as programs
+from tests.amp.ranks import sharded_programs
+from tests.amp.ranks.agreement_programs import SCALE, Case
+from tests.amp.ranks.sharded_programs import BAD, Parallel, Sharded
+from tests.amp.scaling import scaler_programs
 from tests.amp.training import no_waits, same
 from tests.ranks import RankError
 from tests.tolerance import HALF_SHARDS, PARALLEL, assert_close_to_largest
@@ -32,7 +33,7 @@ def _float16_computes_in_float32():
 
 
 pytestmark = pytest.mark.dist
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "distributed.md"
 
 
 def _assert_steps(found, expected):

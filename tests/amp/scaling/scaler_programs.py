@@ -1,4 +1,4 @@
-"""What each of four ranks does in :mod:`tests.amp.test_grad_scaler`.
+"""What each of four ranks does in :mod:`tests.amp.scaling.test_grad_scaler`.
 
 Rows of a square of ranks are data-parallel, columns tensor-parallel. Some programs use ranks 0 and
 1 alone; the others must not be needed, as the workers of a rollout.
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from apex import amp
 from apex.optimizers import FusedAdam, FusedSGD
-from tests.amp.agreement_programs import recipes
+from tests.amp.ranks.agreement_programs import recipes
 
 SCALE = 1024.0
 THEIRS, OURS = torch.amp.GradScaler, amp.GradScaler

@@ -10,7 +10,7 @@ from apex import amp
 from apex.amp.gradients.ledger import State
 from apex.ops import _runtime
 from apex.optimizers import FusedSGD
-from tests.amp.sequences import NOT_FUSED, OWNED, Scale, Sequence, Static, check, equal
+from tests.amp.gradients.sequences import NOT_FUSED, OWNED, Scale, Sequence, Static, check, equal
 from tests.amp.training import no_waits
 
 LR = 2.0**-5

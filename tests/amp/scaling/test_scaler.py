@@ -17,7 +17,7 @@ from apex.amp.scaler import (
 )
 from apex.ops.lists import unscale as unscaling
 from apex.ops.lists.unscale import unscale_
-from tests.amp.sequences import Scale
+from tests.amp.gradients.sequences import Scale
 
 
 class ScalerMachine(RuleBasedStateMachine):

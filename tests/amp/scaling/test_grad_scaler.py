@@ -12,8 +12,8 @@ import apex
 from apex import amp, debug
 from apex.contrib import optimizers as contrib
 from apex.parallel import LARC
-from tests.amp import scaler_programs as programs
-from tests.amp.scaler_programs import OURS, SCALE, THEIRS, leaf
+from tests.amp.scaling import scaler_programs as programs
+from tests.amp.scaling.scaler_programs import OURS, SCALE, THEIRS, leaf
 from tests.amp.training import no_waits, same
 from tests.ranks import Ranks
 from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex import amp, parallel
 from apex.amp.casting import cpu_float16
-from tests.amp.sequences import Scale
+from tests.amp.gradients.sequences import Scale
 from tests.ranks import Ranks
 
 HAS_MASTERS = ("O2", "O5")

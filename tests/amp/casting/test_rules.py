@@ -13,8 +13,8 @@ from apex import amp
 from apex.amp.casting import rules
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from tests.amp import levels
+from tests.amp.casting.registrations import DECORATE, REGISTER
 from tests.amp.levels import cast
-from tests.amp.registrations import DECORATE, REGISTER
 from tests.amp.training import scaled_backward
 
 UNTOUCHED = ["32 16", "16 16", "64 16"]

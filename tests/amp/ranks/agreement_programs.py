@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from apex import amp
 from apex.amp.gradients import overflow
 from apex.optimizers import FusedAdam
-from tests.amp.sequences import Scale
+from tests.amp.gradients.sequences import Scale
 from tests.amp.training import copies, scale_now, scaled_backward
 
 RANKS = (0, 1)
