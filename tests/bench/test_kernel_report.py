@@ -12,7 +12,7 @@ from scipy import stats
 from apex.bench.kernels import timing_command
 from apex.bench.kernels.timing import Timing
 from apex.bench.kernels.timing_command import Timings
-from apex.bench.output import tables as files
+from apex.cli import tables as files
 from tests.bench import made
 
 SPEEDS = {"torch fused": 1.25, "torch foreach": 3.2, "torch foreach, no check": 0.5}

@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
-from apex.bench.catalogue import entry as sizes
-from apex.bench.cli import main
 from apex.bench.kernels import cases as kernel_cases
-from apex.bench.kernels import clocks, timing
+from apex.bench.kernels import timing
 from apex.bench.kernels import timing_command as command
 from apex.bench.kernels.cases import OF_LAYERS, OF_LISTS, Provider, TimedCase
 from apex.bench.kernels.timing_command import OPS
+from apex.cli.command_line import main
+from apex.info import clocks
+from apex.selftest.catalogue import entry as sizes
 
 CPU = torch.device("cpu")
 SMALL = [(3,), (2, 5), (1,)]

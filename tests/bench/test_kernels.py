@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import apex
-from apex.bench import cli
-from apex.bench.info import command as info
 from apex.bench.kernels import inspection_command as kernels
+from apex.cli import command_line as cli
+from apex.info import command as info
 from apex.ops import _runtime
 
 NEEDS_TRITON = pytest.mark.skipif(
@@ -51,7 +51,7 @@ ROW += [
 
 ALL = """
 import json, sys
-from apex.bench import cli
+from apex.cli import command_line as cli
 for words in json.loads(sys.argv[1]):
     print(cli.main(["kernels", "--json", *words]), flush=True)
 """

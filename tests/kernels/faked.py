@@ -24,8 +24,6 @@ import triton
 import triton.language as tl
 import xentropy_cuda
 
-from apex.bench.catalogue.entry import DTYPES
-from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.optimizers import fused_adam as contrib_adam
 from apex.ops.layers import rotary
@@ -34,6 +32,8 @@ from apex.ops.losses import transducer as ops
 from apex.optimizers import FusedAdam, FusedSGD, _launches
 from apex.optimizers._state import StatefulOptimizer
 from apex.parallel import LARC
+from apex.selftest.catalogue.entry import DTYPES
+from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from tests.kernels.fake_cuda import fake_cuda
 from tests.kernels.planted import turned
 

@@ -13,8 +13,8 @@ import torch
 
 from apex.bench.intervals import Interval, interval, percentile
 from apex.bench.kernels.cases import DTYPES, Call, Provider, Shapes, TimedCase
-from apex.bench.kernels.clocks import launches, take_turns
 from apex.bench.memory import peak_bytes, source
+from apex.info.clocks import launches, take_turns
 
 __all__ = ["Timing", "how_measured", "measure"]
 

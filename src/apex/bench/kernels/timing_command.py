@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from apex.bench.cli import UsageError
-from apex.bench.info import machine
 from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, TimedCase
 from apex.bench.kernels.timing import Timing, how_measured, measure
-from apex.bench.options import (
+from apex.cli.command_line import UsageError
+from apex.cli.options import (
     add_device,
     at_least,
     check_file,
@@ -28,8 +27,8 @@ from apex.bench.options import (
     terminated_like_interrupted,
     unique,
 )
-from apex.bench.output.progress import Bar, progress
-from apex.bench.output.tables import (
+from apex.cli.progress import Bar, progress
+from apex.cli.tables import (
     NOTHING,
     Column,
     Value,
@@ -41,6 +40,7 @@ from apex.bench.output.tables import (
     three,
     write_csv,
 )
+from apex.info import machine
 
 __all__ = ["COLUMNS", "HELP", "OPS", "Timings", "add_arguments", "content", "run", "show"]
 
@@ -98,7 +98,7 @@ class Timings:
     """What `apex bench kernels` has measured so far.
 
     Attributes:
-        environment: Of `apex.bench.options.environment`, with ``huge_pages``, whether torch asks
+        environment: Of `apex.cli.options.environment`, with ``huge_pages``, whether torch asks
             Linux for them.
         options: What was asked for.
         notes: How the numbers were taken.

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apex.bench.options import unique
 from apex.bench.output import html
 from apex.bench.output.figures import Drawn, style
 from apex.bench.output.html import Cell
-from apex.bench.output.tables import NOTHING, filled, number
 from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.results import FORMAT, Results
 from apex.bench.training.results import Cell as PlannedCell
@@ -18,6 +16,8 @@ from apex.bench.training.rows import BASELINE, LevelRow
 from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.table import COLUMNS, Line, lines
 from apex.bench.training.verdict import Verdict, baseline_of
+from apex.cli.options import unique
+from apex.cli.tables import NOTHING, filled, number
 
 __all__ = ["write"]
 

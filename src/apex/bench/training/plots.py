@@ -27,12 +27,12 @@ from apex.bench.output.figures import (
     style,
     tidy,
 )
-from apex.bench.output.tables import three
 from apex.bench.training.notes import marks, source
 from apex.bench.training.results import Results, Run
 from apex.bench.training.rows import LevelRow, rows
 from apex.bench.training.table import Line, lines
 from apex.bench.training.verdict import LOSS_MARGIN, Verdict, same_arithmetic
+from apex.cli.tables import three
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

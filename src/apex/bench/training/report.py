@@ -9,9 +9,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from apex.bench.cli import UsageError
-from apex.bench.options import check_folder, unique
-from apex.bench.output.tables import console, fitted, write_csv
 from apex.bench.training import page, plots
 from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.precision import ALIASES, LEVELS
@@ -20,6 +17,9 @@ from apex.bench.training.rows import BASELINE
 from apex.bench.training.sentences import answers, beside, sentences
 from apex.bench.training.table import COLUMNS, lines
 from apex.bench.training.verdict import Verdict, verdicts
+from apex.cli.command_line import UsageError
+from apex.cli.options import check_folder, unique
+from apex.cli.tables import console, fitted, write_csv
 
 __all__ = ["HELP", "add_arguments", "run", "show", "write_all"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from apex.bench.cli import UsageError
-from apex.bench.output.tables import save
 from apex.bench.training.precision import LEVELS
+from apex.cli.command_line import UsageError
+from apex.cli.tables import save
 
 __all__ = ["FORMAT", "Cell", "Operator", "Results", "Run", "decode", "read", "write"]
 
@@ -137,7 +137,7 @@ class Results:
     """All runs of a matrix, with what is needed to read and to repeat them."""
 
     environment: dict[str, Any]
-    """Of `apex.bench.options.environment`: date, versions, device, threads."""
+    """Of `apex.cli.options.environment`: date, versions, device, threads."""
     plan: tuple[Cell, ...]
     """Every cell that was asked for, in order."""
     runs: tuple[Run, ...]

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from apex.bench.output.tables import NOTHING, Column, number, three
 from apex.bench.training.results import Results
 from apex.bench.training.rows import LevelRow, mean, rows
 from apex.bench.training.verdict import Verdict, baseline_of
+from apex.cli.tables import NOTHING, Column, number, three
 
 __all__ = ["COLUMNS", "Line", "lines"]
 

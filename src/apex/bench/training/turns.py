@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from apex import amp
-from apex.bench.output.tables import three
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.training import AFTER, CellTraining, counted
+from apex.cli.tables import three
 
 __all__ = ["BLOCK", "Turns", "train"]
 
