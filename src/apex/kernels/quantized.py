@@ -56,7 +56,7 @@ def _quantized(
 
 
 @triton.jit
-def _held_tile(
+def _quantized_tile(
     pointers, absmax, first, blocks, offsets, mask, index, scalars, seed, meanings, cells,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, STORES: tl.constexpr,
     SUMS: tl.constexpr, QUANTIZED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -100,7 +100,7 @@ def _held_tile(
 
 
 @triton.jit
-def held_kernel(
+def quantized_kernel(
     blocks_ptr, numels_ptr, tables, scalar_args, seed_ptr, noop_ptr, partial_ptr, flag_ptr,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, COLUMNS: tl.constexpr,
     STORES: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, SUMS: tl.constexpr,
@@ -150,7 +150,7 @@ def held_kernel(
         for i in tl.static_range(len(COLUMNS)):
             whole = whole + (pointers[i] + start,)
         for at in range(0, CHUNK, BLOCK):
-            sums = _held_tile(
+            sums = _quantized_tile(
                 whole, absmax, at // WIDTH, CHUNK // WIDTH, at + lanes, None, first + at + lanes,
                 scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, QUANTIZED,
                 False, BLOCK, WIDTH,
@@ -167,7 +167,7 @@ def held_kernel(
             begins = (number - row * in_row) * WIDTH  # in its row
             column = _spread(begins, BLOCK, WIDTH) + lanes % WIDTH
             offsets = _spread(row.to(tl.int64) * length, BLOCK, WIDTH) + column
-            sums = _held_tile(
+            sums = _quantized_tile(
                 pointers, absmax, at // WIDTH, left // WIDTH, offsets,
                 (column < length) & (at + lanes < left), first + at + lanes,
                 scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, QUANTIZED,
@@ -208,4 +208,4 @@ def more(
         "QUANTIZED": tuple(places.get(number, -1) for number in range(columns)),
         "WIDTH": WIDTH,
     }
-    return {"kernel": held_kernel, "more": arguments}
+    return {"kernel": quantized_kernel, "more": arguments}
