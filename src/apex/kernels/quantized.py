@@ -50,6 +50,7 @@ def _quantized(
     absmax = tl.where(largest < TINY, 0.0, absmax)
     # A division for each block: one for each element would be a fifth of Adam's instructions.
     inverse = tl.where(absmax > 0, tl.div_rn(1.0, tl.where(absmax > 0, absmax, 1.0)), 0.0)
+    # Added to the bits, the number of their cell leaves the code in the upper half: `CodeTables`.
     bits = (value * _spread(inverse, BLOCK, WIDTH)).to(tl.uint32, bitcast=True)
     found = tl.load(cells_ptr + (bits >> 16)).to(tl.uint32, bitcast=True) + bits
     return (found >> 16).to(tl.uint8), absmax

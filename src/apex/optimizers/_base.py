@@ -298,7 +298,10 @@ class FusedOptimizer(StatefulOptimizer):
         """Arguments of :func:`split`, once for all joined groups that have the same slots."""
         kept = [self._slots_of(groups[0].group) for groups in together]
         for slots in dict.fromkeys(kept):
-            some = [groups * (its == slots) for groups, its in zip(together, kept, strict=True)]
+            # Groups with other slots become empty lists: `split` yields the places in `together`.
+            some = [
+                groups if its == slots else [] for groups, its in zip(together, kept, strict=True)
+            ]
             params = [param for groups in some for _, params, _ in groups for param in params]
             grads = [grad for groups in some for _, _, found in groups for grad in found]
             found = self._columns(params, grads, slots, copies, plain=plain)

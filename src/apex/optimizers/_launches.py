@@ -176,10 +176,12 @@ def counted(groups: Sequence[GroupGrads], launch: Launch, counters: Counters) ->
         return numbers
     if not _runtime.waits(step.device):
         return {**numbers, "step": int(step)}
+    # Joined groups may have steps of their own: kernels are given a bias correction for each
+    # tensor, made of `runs`: which of the steps, and for how many tensors in a row.
     counts = counters[id(step)][0]
     places = [counters[id(one.group["step"])][1] for one in groups]
     runs = [(places[0], len(launch.params))]
-    if len({*places}) > 1:
+    if len({*places}) > 1:  # a launch may have fewer tensors than its groups, in their order
         pairs = zip(groups, places, strict=True)
         owners = {id(param): place for one, place in pairs for param in one.params}
         by_owner = groupby(owners[id(param)] for param in launch.params)

