@@ -37,6 +37,12 @@ print(cli.main(["info"]))
 """
 
 
+PACKAGES = """
+RNN amp bench contrib debug fp16_utils fused_dense kernels mlp multi_tensor_apply normalization ops
+optimizers parallel reparameterization transformer
+"""  # by name: a folder that pyproject.toml has forgotten is left out without a word
+
+
 def _needed(name, found):
     """Put the distribution and what it requires, without extras, into ``found``."""
     key = re.sub(r"[-_.]+", "-", name).lower()
@@ -91,6 +97,15 @@ def test_modules_of_compiled_apex_are_at_the_top(wheel):
     folders = {name.partition("/")[0] for name in set(names) - top if "dist-info" not in name}
     public = {name.removesuffix(".py") for name in modules if not name.startswith("_")}
     assert folders == {"apex", *(f"{name}-stubs" for name in public)}
+
+
+def test_all_packages_are_in_it_and_no_tools_of_developers(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    ours = [name for name in names if name.startswith("apex/") and name.endswith(".py")]
+    assert {name.split("/")[1] for name in ours if name.count("/") > 1} == {*PACKAGES.split()}
+    files = {file.relative_to(ROOT / "src").as_posix() for file in ROOT.glob("src/apex/**/*.py")}
+    assert set(ours) == files
+    assert [name for name in ours if "inspect" in name or "/cases/" in name] == []
 
 
 def test_it_trains_says_what_is_there_and_warns_of_nothing(python):

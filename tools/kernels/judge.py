@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from apex.kernels.inspect.case import Case
-from apex.kernels.inspect.instructions import RATES, Instruction, counted
-from apex.kernels.inspect.machine_code import Access, Code
+from tools.kernels.case import Case
+from tools.kernels.instructions import RATES, Instruction, counted
+from tools.kernels.machine_code import Access, Code
 
 WIDE = 128  # bits: the widest access on every target
 # What a program can be launched with: threads, and KiB of shared memory. Sources: *CUDA Programming
