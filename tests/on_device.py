@@ -152,8 +152,7 @@ def _decorate_kernels():
     try:
         kernels = importlib.import_module("apex.kernels")
         for module in pkgutil.walk_packages(kernels.__path__, "apex.kernels."):
-            if not module.name.startswith("apex.kernels.inspect"):
-                importlib.import_module(module.name)
+            importlib.import_module(module.name)
     except ModuleNotFoundError as error:  # apex then computes without kernels
         warnings.warn(f"no kernels: {error.name} is not installed", stacklevel=1)
 

@@ -45,8 +45,8 @@ def _one_line(capsys):
         ([], "arguments are required: COMMAND"),
         (["nonsense"], "apex: COMMAND nonsense is unknown: use info, bench, "),
         (
-            ["kernel"],
-            "apex: COMMAND kernel is unknown: did you mean 'kernels'? (see 'apex --help')",
+            ["selftests"],
+            "apex: COMMAND selftests is unknown: did you mean 'selftest'? (see 'apex --help')",
         ),
         (["--nonsense"], "required: COMMAND"),
         (["info", "--nonsense"], "apex info: unrecognized arguments: --nonsense"),
@@ -175,3 +175,11 @@ speeds.OPERATIONS.clear()  # their times take as long as the import of torch
 sys.argv = ["apex", "info", "--json"]
 runpy.run_module("apex", run_name="__main__")
 """
+
+
+@pytest.mark.parametrize("words", [["kernels"], ["kernels", "--kernel", "lion"], ["kernels", "-h"]])
+def test_the_command_line_says_where_its_command_has_gone(capsys, words):
+    assert cli.main(words) == 2
+    out, errors = capsys.readouterr()
+    assert (out, errors.count("\n")) == ("", 1)
+    assert errors.startswith("apex kernels: is a tool of developers now: run ./dev kernels")

@@ -18,6 +18,7 @@ from apex.cli.tables import aligned
 from apex.info import command as info
 from apex.info import installs, machine, speeds
 from apex.info.clocks import CallTime
+from apex.ops import _runtime
 
 PYPROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
 COMMAND = re.search('^apex = "(.+)"$', PYPROJECT.read_text(), re.MULTILINE).group(1)
@@ -448,3 +449,12 @@ def test_the_findings_are_drawn(tmp_path):
     assert "installed   0.1, NVIDIA's Apex" in text
     assert "to do " in text
     assert "available        no: a CPU build" in text
+
+
+def test_info_says_whether_kernels_can_run(monkeypatch):
+    monkeypatch.setattr(info, "speeds", lambda device: ())
+    for why_not, said in (("no gcc", "cannot run: no gcc (plain PyTorch"), (None, "run\n")):
+        monkeypatch.setattr(_runtime, "why_not_triton", lambda kind="cuda", why=why_not: why)
+        report = info.collect()
+        assert report.why_not_triton == why_not
+        assert f"Triton kernels   {said}" in info.draw(report)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from apex.kernels import multi_tensor
-from apex.kernels.inspect import finding
-from apex.kernels.inspect import list_case as lists
-from apex.kernels.inspect.case import CompiledCase
+from tools.kernels import finding
+from tools.kernels import list_case as lists
+from tools.kernels.case import CompiledCase
 
 MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
 MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,"

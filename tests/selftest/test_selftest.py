@@ -101,7 +101,7 @@ def test_every_op_of_the_catalogue_is_checked_in_some_variant():
 def test_every_kernel_is_launched_by_a_check(monkeypatch):
     """In the interpreter; by the functions that the compiled cases name."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from apex.kernels.inspect import finding
+    from tools.kernels import finding
 
     def functions(values):
         made = [getattr(value, "fn", None) for value in values]

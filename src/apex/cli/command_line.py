@@ -76,11 +76,11 @@ COMMANDS = {
     "selftest": Command(
         "apex.selftest.command", "check that this installation computes correct numbers"
     ),
-    "kernels": Command(
-        "apex.bench.kernels.inspection_command",
-        "show registers, spills and accesses of each kernel", ("rich", "triton"),
-    ),
 }  # fmt: skip
+MOVED = {  # commands that are elsewhere now: what their word is answered with
+    "kernels": "is a tool of developers now: run ./dev kernels in a checkout of apex; "
+    "apex bench kernels times them",
+}
 INSTALLED_AS = {"sklearn": "scikit-learn"}  # where pip has another name
 
 
@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if " ".join(arguments[:2]) in COMMANDS:  # a command of two words
         arguments[:2] = [" ".join(arguments[:2])]
     chosen = next((word for word in arguments if not word.startswith("-")), "")
+    if chosen in MOVED:
+        return _complain(chosen, MOVED[chosen], 2)
     missing = _missing(chosen)
     try:
         args, unknown = _parser(chosen).parse_known_args(arguments)

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from apex.kernels.inspect.case import CompiledCase
-from apex.kernels.inspect.instructions import RATES, Instruction, counted
-from apex.kernels.inspect.machine_code import Access, MachineCode
+from tools.kernels.case import CompiledCase
+from tools.kernels.instructions import RATES, Instruction, counted
+from tools.kernels.machine_code import Access, MachineCode
 
 WIDE = 128  # bits: the widest access on every target
 # What a program can be launched with: threads, and KiB of shared memory. Sources: *CUDA Programming

@@ -1,19 +1,19 @@
-"""What is compiled when kernels are inspected: each kernel file lists its own cases.
+"""What is compiled when kernels are inspected: a file of ``cases/`` for each kernel file.
 
-A kernel file offers ``cases()``, an iterable of `CompiledCase`, which :mod:`.finding` calls. A case
-is made from a launch, so that what is inspected is what runs: `launched` calls a launcher with
-tensors on the ``meta`` device, and notes what would have been launched ::
+It offers ``cases()``, an iterator of `CompiledCase`, which :mod:`.finding` calls. A case is made
+from a launch, so that what is inspected is what runs: `launched` calls a launcher with tensors on
+the ``meta`` device, and notes what would have been launched ::
 
-    def cases():
+    def cases() -> Iterator[CompiledCase]:
         x = meta("fp16", 4096, 1024)
         yield from launched(
             lambda: forward(x, 1e-5), "norm", "fp16",
             writes=("y_ptr",), narrow={"rstd_ptr": "one number a row"},
         )
 
-For an optimizer's update it is one line, ``storage.optimizer_cases(update, states, scalars)``; for
-another update over lists of tensors ``list_case.case(update, columns, stores, scalars)`` for each
-combination of dtypes that matters. Nothing here needs a GPU.
+For an optimizer's update it is one line, ``list_case.optimizer_cases(update, states, scalars)``;
+for another update over lists of tensors ``list_case.case(update, columns, stores, scalars)`` for
+each combination of dtypes that matters. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def launches(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 
 
 @triton.jit
-def _nothing():
+def _nothing() -> None:
     pass
 
 

@@ -23,13 +23,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import apex.kernels
-from apex.kernels.inspect import instructions, judge
-from apex.kernels.inspect.case import CompiledCase
-from apex.kernels.inspect.compiler import TARGETS, UnavailableError
-from apex.kernels.inspect.instructions import Instruction, disassembled
-from apex.kernels.inspect.machine_code import Access, MachineCode, compiled
+import tools.kernels.cases
+from tools.kernels import instructions, judge
+from tools.kernels.case import CompiledCase
+from tools.kernels.compiler import TARGETS, UnavailableError
+from tools.kernels.instructions import Instruction, disassembled
+from tools.kernels.machine_code import Access, MachineCode, compiled
 
-__all__ = ["TARGETS", "Finding", "UnavailableError", "cases", "compiled", "files", "inspect"]
+__all__ = [
+    "TARGETS",
+    "Finding",
+    "UnavailableError",
+    "cases",
+    "cases_of",
+    "compiled",
+    "files",
+    "inspect",
+]
 
 
 @dataclass(frozen=True)
@@ -77,14 +87,22 @@ class Finding:
 def files() -> list[str]:
     """Names of the kernel files: each is a module, or a package, of one operation."""
     found = [info.name for info in pkgutil.iter_modules(apex.kernels.__path__)]
-    return [f"apex.kernels.{name}" for name in found if name[0] != "_" and name != "inspect"]
+    return [f"apex.kernels.{name}" for name in found if name[0] != "_"]
+
+
+def cases_of(file: str) -> list[CompiledCase]:
+    """List the cases of a kernel file by its name; that a file has some is for the tests."""
+    name = file.rpartition(".")[2]
+    if name not in {info.name for info in pkgutil.iter_modules(tools.kernels.cases.__path__)}:
+        return []
+    return list(importlib.import_module(f"tools.kernels.cases.{name}").cases())
 
 
 def cases() -> Iterator[CompiledCase]:
-    """Yield the cases of every kernel file, each once; that a file has some is for the tests."""
+    """Yield the cases of all kernel files, each once."""
     seen = set()
     for name in files():
-        for case in getattr(importlib.import_module(name), "cases", tuple)():
+        for case in cases_of(name):
             key = case.name, case.kernel, repr((case.signature, case.constants, case.divisible))
             if key not in seen:
                 seen.add(key)

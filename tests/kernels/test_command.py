@@ -1,3 +1,5 @@
+"""``./dev kernels``: what it prints, and its exit code."""
+
 import importlib.util
 import json
 import os
@@ -7,11 +9,10 @@ import sys
 
 import pytest
 
+pytest.importorskip("rich")
+
 import apex
-from apex.bench.kernels import inspection_command as kernels
-from apex.cli import command_line as cli
-from apex.info import command as info
-from apex.ops import _runtime
+from tools.kernels import __main__ as command
 
 NEEDS_TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -51,9 +52,9 @@ ROW += [
 
 ALL = """
 import json, sys
-from apex.cli import command_line as cli
+from tools.kernels.__main__ import main
 for words in json.loads(sys.argv[1]):
-    print(cli.main(["kernels", "--json", *words]), flush=True)
+    print(main(["--json", *words]), flush=True)
 """
 
 
@@ -79,16 +80,13 @@ def _one_line(capsys):
 @pytest.fixture
 def found(monkeypatch):
     """Make the inspection find what a test says, without compiling anything."""
-    inspection = pytest.importorskip("apex.kernels.inspect.finding")
+    inspection = pytest.importorskip("tools.kernels.finding")
 
     def put(**changes):
         finding = inspection.Finding(**{**FOUND, **changes})
-        monkeypatch.setattr(kernels, "_inspect", lambda targets, names: [finding])
+        monkeypatch.setattr(command, "_inspect", lambda targets, names: [finding])
 
     return put
-
-
-# --- the command ---------------------------------------------------------------------------
 
 
 @NEEDS_TRITON
@@ -113,12 +111,12 @@ def test_it_compiles_in_spite_of_the_interpreter_and_what_is_unknown_gets_one_li
     lines = done.stderr.splitlines()
     assert len(lines) == len(cases)
     for said, message in zip(lines, cases.values(), strict=True):
-        assert said.startswith(f"apex kernels: {message}")
+        assert said.startswith(f"./dev kernels: {message}")
 
 
 @NEEDS_TRITON
 def test_a_triton_without_the_compiler_is_named(monkeypatch):
-    compiling = pytest.importorskip("apex.kernels.inspect.compiler")
+    compiling = pytest.importorskip("tools.kernels.compiler")
     monkeypatch.setattr(compiling, "backends", {})
     compiling.gpu.cache_clear()
     with pytest.raises(compiling.UnavailableError, match="no nvidia compiler for sm_90: pip inst"):
@@ -128,10 +126,9 @@ def test_a_triton_without_the_compiler_is_named(monkeypatch):
 
 
 def test_the_table(capsys, monkeypatch, found):
-    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "180")
     found()
-    assert cli.main(["kernels"]) == 0
+    assert command.main([]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["kernel", "variant", "target"] in [words[:3] for words in lines]
     assert ROW in lines
@@ -139,10 +136,9 @@ def test_the_table(capsys, monkeypatch, found):
 
 @NEEDS_TRITON
 def test_at_the_80_columns_of_a_pipe_no_number_is_cut(capsys, monkeypatch, found):
-    pytest.importorskip("rich")
     monkeypatch.delenv("COLUMNS", raising=False)
     found(kernel="cross_entropy_backward", variant="bf16 bf16 fp32 fp32 writes gradients")
-    assert cli.main(["kernels"]) == 0
+    assert command.main([]) == 0
     out = capsys.readouterr().out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
@@ -150,31 +146,23 @@ def test_at_the_80_columns_of_a_pipe_no_number_is_cut(capsys, monkeypatch, found
 
 
 def test_a_problem_is_named_and_the_exit_code_1(capsys, found):
-    pytest.importorskip("rich")
     found(problems=("x_ptr: 8 loads narrower than 128 bits",))
-    assert cli.main(["kernels"]) == 1
+    assert command.main([]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "norm (fp16), sm_90: x_ptr: 8 loads narrower than 128 bits" in out
-    assert cli.main(["kernels", "--json"]) == 1
+    assert command.main(["--json"]) == 1
     (line,) = json.loads(capsys.readouterr().out)["kernels"]
     assert line["problems"] == ["x_ptr: 8 loads narrower than 128 bits"]
 
 
 def test_advice_is_printed_and_the_exit_code_0(capsys, found):
-    pytest.importorskip("rich")
     found(target="sm_75", advice=("advice, as kernels are not made for sm_75: 8 bytes",))
-    assert cli.main(["kernels"]) == 0
+    assert command.main([]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "norm (fp16), sm_75: advice, as kernels are not made for sm_75: 8 bytes" in out
 
 
-# --- whether kernels can run: `apex info` ----------------------------------------------------
-
-
-def test_info_says_whether_kernels_can_run(monkeypatch):
-    monkeypatch.setattr(info, "speeds", lambda device: ())
-    for why_not, said in (("no gcc", "cannot run: no gcc (plain PyTorch"), (None, "run\n")):
-        monkeypatch.setattr(_runtime, "why_not_triton", lambda kind="cuda", why=why_not: why)
-        report = info.collect()
-        assert report.why_not_triton == why_not
-        assert f"Triton kernels   {said}" in info.draw(report)
+def test_a_missing_triton_is_one_line_and_2(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert command.main([]) == 2
+    assert _one_line(capsys) == "./dev kernels: triton not installed: pip install triton\n"

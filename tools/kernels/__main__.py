@@ -1,15 +1,19 @@
-"""``apex kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
+"""``./dev kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
 
-The work is done by :mod:`apex.kernels.inspect.finding`, which needs Triton; here are the options,
-the table and the exit code.
+    ./dev kernels [--target NAME ...] [--kernel NAME ...] [--json]
+
+The work is done by :mod:`tools.kernels.finding`, which needs Triton; here are the options, the
+table and the exit code.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,9 +23,7 @@ from apex.cli.options import unique
 from apex.cli.tables import NOTHING, Column, console, fitted
 
 if TYPE_CHECKING:
-    from apex.kernels.inspect.finding import Finding
-
-__all__ = ["HELP", "add_arguments", "run"]
+    from tools.kernels.finding import Finding
 
 HELP = (
     "Compile every Triton kernel, which needs no GPU, and show registers, spills, widths of the "
@@ -32,26 +34,27 @@ HELP = (
     "kernels are not made for (sm_75)."
 )
 DEFAULT = "sm_90"
-OK, FAILED = 0, 1  # exit codes
+OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``apex kernels``."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Inspect the kernels that the arguments name; return the exit code."""
+    parser = argparse.ArgumentParser(prog="./dev kernels", description=HELP)
     parser.add_argument(
         "--target", nargs="+", default=[DEFAULT], metavar="NAME",
         help=f"what to compile for: sm_80, sm_90, sm_100, gfx942, ... (default: {DEFAULT})",
     )  # fmt: skip
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Carry out ``apex kernels``.
-
-    Raises:
-        UsageError: Triton's compiler for a target is missing, or a name is unknown.
-    """
-    findings = _inspect(unique(args.target), args.kernel)
+    args = parser.parse_args(argv)
+    try:
+        findings = _inspect(unique(args.target), args.kernel)
+    except UsageError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     if args.json:
         print(json.dumps({"kernels": [asdict(finding) for finding in findings]}, indent=2))
     else:
@@ -60,9 +63,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Finding]:
+    """Compile and judge the cases of these names, or all, for each target.
+
+    Raises:
+        UsageError: Triton or its compiler for a target is missing, or a name is unknown.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("triton not installed: pip install triton")
     # Under Triton's interpreter nothing would be compiled; read when triton is imported.
     os.environ.pop("TRITON_INTERPRET", None)
-    from apex.kernels.inspect import finding
+    from tools.kernels import finding
 
     cases = list(finding.cases())
     known = unique(case.name for case in cases)
@@ -150,3 +160,7 @@ COLUMNS = (
     _column("by pipe", "instructions", _pipes, 5),
     Column("limit", _limits, {}, drop=2, left=True),
 )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

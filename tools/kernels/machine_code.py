@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from apex.kernels.inspect.case import CompiledCase
-from apex.kernels.inspect.compiler import assembler, gpu, run
-from apex.kernels.inspect.compiler import compiled as _compiled
+from tools.kernels.case import CompiledCase
+from tools.kernels.compiler import assembler, gpu, run
+from tools.kernels.compiler import compiled as _compiled
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from apex.kernels.inspect.compiler import run
+from tools.kernels.compiler import run
 
 # Pipe -> what it executes. Of an instruction as nvdisasm writes it: the name up to the first dot,
 # or more of it. What is not here takes an issue slot and waits for none of these pipes: branches,

@@ -12,7 +12,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from apex.kernels.inspect.case import CompiledCase
+from tools.kernels.case import CompiledCase
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # kernels are made for these
 BLACKWELL = 100  # from sm_100 on there is a ptxas of its own
