@@ -30,16 +30,16 @@ for _ in range(3):
         scaled_loss.backward()
     optimizer.step()
 print(loss.item() < 1e9)
-from apex.bench import cli
-from apex.bench.info import speeds
+from apex.cli import command_line as cli
+from apex.info import speeds
 speeds.SIZES, speeds.SECONDS = {"cpu": (8, 1)}, 0
 print(cli.main(["info"]))
 """
 
 
 PACKAGES = """
-RNN amp bench contrib debug fp16_utils fused_dense kernels mlp multi_tensor_apply normalization ops
-optimizers parallel reparameterization transformer
+RNN amp bench cli contrib debug fp16_utils fused_dense info kernels mlp multi_tensor_apply
+normalization ops optimizers parallel reparameterization selftest transformer
 """  # by name: a folder that pyproject.toml has forgotten is left out without a word
 
 
@@ -134,10 +134,10 @@ def test_ctrl_c_during_the_imports_is_one_line(capsys, monkeypatch):
     class Interrupted:
         @staticmethod
         def find_spec(name, path=None, target=None):
-            if name == "apex.bench.cli":
+            if name == "apex.cli.command_line":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "apex.bench.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "apex.cli.command_line", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     assert _apex_command.main() == 130
     assert capsys.readouterr().err == "apex: interrupted\n"

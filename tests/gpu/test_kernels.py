@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from apex.bench.selftest.ops import CHECKED
+
 from apex.ops import _runtime
+from apex.selftest.ops import CHECKED
 from tests.gpu import tasks
 from tests.gpu.worker import call
 from tests.kernels.operations import lists

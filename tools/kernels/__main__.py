@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from apex.bench.cli import UsageError, suggestion
-from apex.bench.options import unique
-from apex.bench.output.tables import NOTHING, Column, console, fitted
+from apex.cli.command_line import UsageError, suggestion
+from apex.cli.options import unique
+from apex.cli.tables import NOTHING, Column, console, fitted
 
 if TYPE_CHECKING:
     from tools.kernels.finding import Finding

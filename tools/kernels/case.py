@@ -1,10 +1,10 @@
 """What is compiled when kernels are inspected: a file of ``cases/`` for each kernel file.
 
-It offers ``cases()``, an iterator of `Case`, which :mod:`.finding` calls. A case is made from a
-launch, so that what is inspected is what runs: `launched` calls a launcher with tensors on the
-``meta`` device, and notes what would have been launched ::
+It offers ``cases()``, an iterator of `CompiledCase`, which :mod:`.finding` calls. A case is made
+from a launch, so that what is inspected is what runs: `launched` calls a launcher with tensors on
+the ``meta`` device, and notes what would have been launched ::
 
-    def cases() -> Iterator[Case]:
+    def cases() -> Iterator[CompiledCase]:
         x = meta("fp16", 4096, 1024)
         yield from launched(
             lambda: forward(x, 1e-5), "norm", "fp16",
@@ -39,7 +39,7 @@ BITS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class CompiledCase:
     """One way in which a kernel is compiled, and what its machine code has to look like.
 
     Pointers go by the names of the kernel's parameters; the entries of a tuple are ``name.0``,
@@ -146,7 +146,7 @@ def launched(
     aligned: bool = True,
     tile: int | None = None,
     **more: Any,
-) -> Iterator[Case]:
+) -> Iterator[CompiledCase]:
     """Yield a case for each launch of ``call``.
 
     Args:
@@ -154,9 +154,9 @@ def launched(
         name: Of the operation.
         words: The end of the variant, behind what of the kernel's name ``prefix`` leaves.
         prefix: What the kernels' names begin with; ``name`` if it is empty.
-        reads: As in `Case`; by default all pointers that are neither in ``writes`` nor narrow.
-        writes: As in `Case`; a kernel need not have all of them.
-        narrow: As in `Case`.
+        reads: As in `CompiledCase`; by default all pointers neither in ``writes`` nor narrow.
+        writes: As in `CompiledCase`; a kernel need not have all of them.
+        narrow: As in `CompiledCase`.
         shared: Pointers to one row, narrow for a tile of several.
         aligned: Whether rows begin at multiples of 8 elements. Else all tiles are ``single``, no
             number of instructions is too large, and the variant is ``odd``.
@@ -192,7 +192,7 @@ def launched(
             "amd": {"num_warps": min(16, given["num_warps"])},
         }
         variant = f"{part} {'' if aligned else 'odd '}{words}".strip()
-        yield Case(kernel, name, variant, signature, constants, **{**fields, **more})
+        yield CompiledCase(kernel, name, variant, signature, constants, **{**fields, **more})
 
 
 def _kind(value: Any) -> Any:

@@ -12,7 +12,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # kernels are made for these
 BLACKWELL = 100  # from sm_100 on there is a ptxas of its own
@@ -23,7 +23,7 @@ class UnavailableError(RuntimeError):
     """This machine cannot compile for that target; the message says what is missing."""
 
 
-def compiled(case: Case, target: str) -> Any:
+def compiled(case: CompiledCase, target: str) -> Any:
     """Compile a case for a target.
 
     Args:

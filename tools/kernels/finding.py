@@ -1,7 +1,7 @@
 """Compile kernels without a GPU and judge them: what can be run, and what is slow.
 
 Memory-bound kernels are as fast as their accesses are wide, and nothing in a kernel's source shows
-when the compiler falls back to narrow ones. So every `Case` is compiled and checked:
+when the compiler falls back to narrow ones. So every `CompiledCase` is compiled and checked:
 
 * a program can be launched on the target: threads and shared memory;
 * no registers are spilled, and nothing else is kept in local memory;
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import apex.kernels
 import tools.kernels.cases
 from tools.kernels import instructions, judge
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.compiler import TARGETS, UnavailableError
 from tools.kernels.instructions import Instruction, disassembled
-from tools.kernels.machine_code import Access, Code, compiled
+from tools.kernels.machine_code import Access, MachineCode, compiled
 
 __all__ = [
     "TARGETS",
@@ -90,7 +90,7 @@ def files() -> list[str]:
     return [f"apex.kernels.{name}" for name in found if name[0] != "_"]
 
 
-def cases_of(file: str) -> list[Case]:
+def cases_of(file: str) -> list[CompiledCase]:
     """List the cases of a kernel file by its name; that a file has some is for the tests."""
     name = file.rpartition(".")[2]
     if name not in {info.name for info in pkgutil.iter_modules(tools.kernels.cases.__path__)}:
@@ -98,7 +98,7 @@ def cases_of(file: str) -> list[Case]:
     return list(importlib.import_module(f"tools.kernels.cases.{name}").cases())
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """Yield the cases of all kernel files, each once."""
     seen = set()
     for name in files():
@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
                 yield case
 
 
-def inspect(cases: Sequence[Case], target: str) -> list[Finding]:
+def inspect(cases: Sequence[CompiledCase], target: str) -> list[Finding]:
     """Compile cases and judge what comes out.
 
     Args:
@@ -124,7 +124,9 @@ def inspect(cases: Sequence[Case], target: str) -> list[Finding]:
     return [_judged(*of_case, target) for of_case in itertools.zip_longest(cases, codes, programs)]
 
 
-def _judged(case: Case, code: Code, program: Sequence[Instruction] | None, target: str) -> Finding:
+def _judged(
+    case: CompiledCase, code: MachineCode, program: Sequence[Instruction] | None, target: str
+) -> Finding:
     per_byte = None if program is None else judge.instructions(case, code, program)
     loads = [access for access in code.accesses if not access.store]
     stores = [access for access in code.accesses if access.store]
@@ -152,7 +154,7 @@ def _judged(case: Case, code: Code, program: Sequence[Instruction] | None, targe
 
 
 def _widths(
-    case: Case, code: Code, accesses: Sequence[Access], names: Sequence[str]
+    case: CompiledCase, code: MachineCode, accesses: Sequence[Access], names: Sequence[str]
 ) -> dict[int, int] | None:
     """Of the main path."""
     return judge.widths(judge.main(case, accesses, names)) if code.attributed else None

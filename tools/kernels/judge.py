@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.instructions import RATES, Instruction, counted
-from tools.kernels.machine_code import Access, Code
+from tools.kernels.machine_code import Access, MachineCode
 
 WIDE = 128  # bits: the widest access on every target
 # What a program can be launched with: threads, and KiB of shared memory. Sources: *CUDA Programming
@@ -36,25 +36,25 @@ def widths(accesses: Iterable[Access]) -> dict[int, int]:
     return dict(sorted(counts.items(), reverse=True))
 
 
-def main(case: Case, accesses: Iterable[Access], names: Sequence[str]) -> list[Access]:
+def main(case: CompiledCase, accesses: Iterable[Access], names: Sequence[str]) -> list[Access]:
     """Pick the accesses of the main path through these pointers."""
     return [a for a in accesses if a.pointer in names and not (case.tail and a.masked)]
 
 
-def _needed(case: Case, threads: int, name: str) -> tuple[int, int]:
+def _needed(case: CompiledCase, threads: int, name: str) -> tuple[int, int]:
     """Width and number of accesses with which a thread moves its share of a tile."""
     share = _share(case, threads, name)
     width = case.pointers()[name] if name in case.single else min(share, WIDE)
     return width, share // width
 
 
-def _share(case: Case, threads: int, name: str) -> int:
+def _share(case: CompiledCase, threads: int, name: str) -> int:
     """Bits of a tile that one thread moves."""
     bits = case.pointers()[name]
     return max(bits, case.tile * bits // threads)
 
 
-def bytes_per_element(case: Case, code: Code) -> float:
+def bytes_per_element(case: CompiledCase, code: MachineCode) -> float:
     """Bytes for each element; loops that the compiler has unrolled are divided out."""
     if not code.attributed:
         bits = case.pointers()
@@ -65,7 +65,9 @@ def bytes_per_element(case: Case, code: Code) -> float:
     return moved * code.threads / (case.tile * _unrolled(case, code))
 
 
-def instructions(case: Case, code: Code, program: Sequence[Instruction]) -> dict[str, float] | None:
+def instructions(
+    case: CompiledCase, code: MachineCode, program: Sequence[Instruction]
+) -> dict[str, float] | None:
     """Thread instructions of the fast path for each byte that it moves: pipe -> number.
 
     ``None`` for a kernel that moves no tiles.
@@ -90,7 +92,7 @@ def instructions(case: Case, code: Code, program: Sequence[Instruction]) -> dict
     return {pipe: 8 * number / moved for pipe, number in pipes.items()}
 
 
-def _moved(case: Case, code: Code, names: Sequence[str]) -> float:
+def _moved(case: CompiledCase, code: MachineCode, names: Sequence[str]) -> float:
     """Bits of a tile that one thread moves through these pointers."""
     reads = sum(_share(case, code.threads, name) for name in case.reads if name in names)
     return reads * case.read + sum(
@@ -98,7 +100,7 @@ def _moved(case: Case, code: Code, names: Sequence[str]) -> float:
     )
 
 
-def _unrolled(case: Case, code: Code) -> int:
+def _unrolled(case: CompiledCase, code: MachineCode) -> int:
     """How often the whole tile is moved by the code of the main path."""
     times = [
         sum(a.bits for a in main(case, code.accesses, [name]) if a.store == store)
@@ -109,7 +111,7 @@ def _unrolled(case: Case, code: Code) -> int:
     return max(1, min(times, default=1)) if case.tail else 1
 
 
-def refusals(code: Code, target: str) -> Iterator[str]:
+def refusals(code: MachineCode, target: str) -> Iterator[str]:
     """Say why a program cannot be launched at all on a target whose limits are known."""
     most = SHARED.get(target, 0) * 1024
     if most and code.threads > THREADS:
@@ -125,7 +127,9 @@ def refusals(code: Code, target: str) -> Iterator[str]:
         )
 
 
-def slow(case: Case, code: Code, per_byte: Mapping[str, float] | None) -> Iterator[str]:
+def slow(
+    case: CompiledCase, code: MachineCode, per_byte: Mapping[str, float] | None
+) -> Iterator[str]:
     """Say what makes a kernel slower than it has to be."""
     if code.spilled:
         yield f"{code.spilled} bytes of spilled registers or local memory"
@@ -144,7 +148,7 @@ def slow(case: Case, code: Code, per_byte: Mapping[str, float] | None) -> Iterat
 
 
 def _misdirected(
-    case: Case, accesses: Sequence[Access], names: Sequence[str], store: bool
+    case: CompiledCase, accesses: Sequence[Access], names: Sequence[str], store: bool
 ) -> Iterator[str]:
     expected = {*names, *case.narrow}
     for pointer in sorted({access.pointer for access in accesses} - expected):
@@ -152,7 +156,7 @@ def _misdirected(
 
 
 def _too_narrow(
-    case: Case, code: Code, accesses: Sequence[Access], name: str, store: bool
+    case: CompiledCase, code: MachineCode, accesses: Sequence[Access], name: str, store: bool
 ) -> Iterator[str]:
     width, count = _needed(case, code.threads, name)
     of_main = main(case, accesses, [name])
@@ -171,7 +175,11 @@ def _too_narrow(
 
 
 def _too_few(
-    case: Case, code: Code, accesses: Sequence[Access], names: Sequence[str], store: bool
+    case: CompiledCase,
+    code: MachineCode,
+    accesses: Sequence[Access],
+    names: Sequence[str],
+    store: bool,
 ) -> Iterator[str]:
     """Check without pointers: are there enough accesses of each width?"""
     word = "stores" if store else "loads"

@@ -21,7 +21,7 @@ from apex.kernels.storage import (
     split_low_bits,
     widened,
 )
-from tools.kernels.case import DTYPES, Case, launched, meta
+from tools.kernels.case import DTYPES, CompiledCase, launched, meta
 
 
 def case(
@@ -38,7 +38,7 @@ def case(
     seeded: bool = False,
     unaligned: tuple[int, ...] = (),
     **options: Any,
-) -> Case:
+) -> CompiledCase:
     """Describe a launch for inspection.
 
     Args:
@@ -113,7 +113,7 @@ def optimizer_cases(
     *,
     per_tensor: str = "",
     narrow_states: bool = False,
-) -> Iterator[Case]:
+) -> Iterator[CompiledCase]:
     """Describe an optimizer's update with each storage, as :mod:`apex.ops.lists.storage` runs it.
 
     Args:
@@ -128,7 +128,7 @@ def optimizer_cases(
     copy, beside, grad = (2 + states, 0), (2 + states, 2 + states), (0, 1 + states)
     half = "bf16 bf16" + all_states
 
-    def one(variant: str, columns: str, *more: tuple[int, int], **others: Any) -> Case:
+    def one(variant: str, columns: str, *more: tuple[int, int], **others: Any) -> CompiledCase:
         return case(
             update, columns, (*stores, *more), scalars, variant=variant, on_device="factor",
             per_tensor=per_tensor, **others,

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.compiler import assembler, gpu, run
 from tools.kernels.compiler import compiled as _compiled
 
@@ -43,7 +43,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Code:
+class MachineCode:
     """What the compiler made of a case.
 
     Attributes:
@@ -65,7 +65,7 @@ class Code:
     binary: bytes = b""
 
 
-def compiled(case: Case, target: str) -> Code:
+def compiled(case: CompiledCase, target: str) -> MachineCode:
     """Compile a case for a target and read the result; raises as :mod:`.compiler` does."""
     made = _compiled(case, target)
     here = gpu(target)
@@ -83,7 +83,7 @@ _ADDRESS = re.compile(r"\[\s*([%\w]+)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
-def _from_ptx(case: Case, made: Any, threads: int) -> Code:
+def _from_ptx(case: CompiledCase, made: Any, threads: int) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         cubin = os.path.join(folder, "kernel.cubin")
         with open(cubin, "wb") as file:
@@ -94,10 +94,10 @@ def _from_ptx(case: Case, made: Any, threads: int) -> Code:
         spilled = _spilled(case, made.asm["ptx"], folder) if stack + local else 0
     accesses = tuple(_accesses(case, made.asm["ptx"]))
     shared = made.metadata.shared
-    return Code(registers, spilled, shared, threads, accesses, True, made.asm["cubin"])
+    return MachineCode(registers, spilled, shared, threads, accesses, True, made.asm["cubin"])
 
 
-def _spilled(case: Case, ptx: str, folder: str) -> int:
+def _spilled(case: CompiledCase, ptx: str, folder: str) -> int:
     """Ask ptxas what a stack frame is for.
 
     It has one too where the subroutine of a correctly rounded division saves registers; that runs
@@ -115,7 +115,7 @@ def _spilled(case: Case, ptx: str, folder: str) -> int:
     return sum(spilled) + sum(arrays)
 
 
-def _accesses(case: Case, ptx: str) -> Iterator[Access]:
+def _accesses(case: CompiledCase, ptx: str) -> Iterator[Access]:
     flow = _Flow(case)
     found = []
     for line in ptx.splitlines():
@@ -144,7 +144,7 @@ def _bits(name: str, operands: str) -> int | None:
 class _Flow:
     """From which registers each register of a PTX program was computed."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: CompiledCase) -> None:
         self._case = case
         self._parameters = list(case.parameters())
         self._sources: dict[str, set[str]] = {}
@@ -215,7 +215,7 @@ _VECTOR = re.compile(
 _WORDS = {"dword": 32, "short": 16, "byte": 8}
 
 
-def _from_amdgcn(case: Case, made: Any, threads: int) -> Code:
+def _from_amdgcn(case: CompiledCase, made: Any, threads: int) -> MachineCode:
     text = made.asm["amdgcn"]
     accesses = tuple(
         Access(kind == "store", (_WORDS.get(word) or int(word)) * int(count or 1), None, "")
@@ -226,4 +226,6 @@ def _from_amdgcn(case: Case, made: Any, threads: int) -> Code:
     }
     # Spilled registers live in scratch memory, or in spare registers of the matrix units.
     spilled = max(number["private_segment_fixed_size"], 4 * number["vgpr_spill_count"])
-    return Code(number["vgpr_count"], spilled, made.metadata.shared, threads, accesses, False)
+    return MachineCode(
+        number["vgpr_count"], spilled, made.metadata.shared, threads, accesses, False
+    )

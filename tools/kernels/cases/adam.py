@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from apex.kernels.adam import SCALARS, adam, adam_eps_inside
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.list_case import case, optimizer_cases
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     yield from optimizer_cases(adam, states=2, scalars=SCALARS)
     yield from optimizer_cases(adam_eps_inside, states=2, scalars=SCALARS)

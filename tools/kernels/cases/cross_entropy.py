@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from apex.kernels.cross_entropy import BLOCK, _block, backward, forward
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected: few rows, which several programs share."""
     pointers = "same_logits labels largest total centered losses lse dy"
     narrow = {f"{name}_ptr": "one number a row or part" for name in pointers.split()}

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from apex.kernels.focal_loss import backward, forward
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     one, targets = meta("fp32", 1), meta("i64", 4095)
     usual = itertools.product(("fp16", "bf16", "fp32"), (1.5, 2.0), (91,))

@@ -11,10 +11,10 @@ import torch
 
 from apex.kernels._launching import cdiv
 from apex.kernels.group_norm import TILE, backward, forward
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     narrow = dict.fromkeys(("weight_ptr", "bias_ptr"), "one number a channel, once for all rows")
     narrow |= dict.fromkeys(("partial_ptr", "sums_ptr"), "two sums a channel for all rows")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from apex.kernels.index_mul_2d import COLUMNS, TILE, backward
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     narrow = dict.fromkeys(("index_ptr", "order_ptr"), "one number a row")
     narrow |= {"firsts_ptr": "two numbers a program", "out_ptr": "one row a program"}

@@ -8,16 +8,16 @@ from typing import Any
 from apex.kernels.lamb import lamb_apply, lamb_term
 from apex.kernels.multi_tensor import rounded
 from apex.kernels.storage import add_error, join_low_bits
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.list_case import case
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor beta1 grad_share beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
     states, sums = ((2, 1), (3, 2)), (3, 4)
 
-    def term(columns: str, *stores: tuple[int, int], **others: Any) -> Case:
+    def term(columns: str, *stores: tuple[int, int], **others: Any) -> CompiledCase:
         return case(
             lamb_term, columns, (*stores, *states), scalars,
             **{"on_device": "factor", "sums": sums, **others},

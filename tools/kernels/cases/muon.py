@@ -13,11 +13,11 @@ from apex.kernels.storage import (
     rounded_stochastically,
     split_low_bits,
 )
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.list_case import case
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor rest pull"
     for columns in ("fp32 fp32 bf16", "bf16 fp32 bf16", "fp32 fp32 fp32"):

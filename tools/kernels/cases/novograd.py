@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from apex.kernels.novograd import novograd
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.list_case import optimizer_cases
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor lr beta1 grad_share unbias1 l2 decay grad_divisor moment_divisor"
     yield from optimizer_cases(

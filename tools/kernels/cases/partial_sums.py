@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from apex.kernels.partial_sums import summed
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     narrow = {"partial_ptr": "one number for 8192 elements of the tensors"}
     narrow |= {"firsts_ptr": "two numbers a tensor", "out_ptr": "one number a tensor"}

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from apex.kernels.rotary import TILE, forward
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     narrow = dict.fromkeys(("cos_ptr", "sin_ptr"), "one row a position, once for all heads")
     narrow["positions_ptr"] = "one number a position"

@@ -15,10 +15,10 @@ from apex.kernels.row_norms import (
     backward,
     forward,
 )
-from tools.kernels.case import BITS, DTYPES, Case, launched, meta
+from tools.kernels.case import BITS, DTYPES, CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected: types of x, weight and y."""
     same = [(kind, kind, kind) for kind in ("fp32", "fp16", "bf16")]
     for centered in (True, False):
@@ -31,7 +31,7 @@ def cases() -> Iterator[Case]:
 
 def _cases(
     kind: str, of_weight: str, of_y: str, centered: bool, affine: bool, odd: Sequence[int] = ()
-) -> Iterator[Case]:
+) -> Iterator[CompiledCase]:
     """Several rows in a tile, the longest row in a tile, and a longer one; or ``odd`` lengths."""
     name = "layer_norm" if centered else "rms_norm"
     words = f"{kind} {of_weight} {of_y}" if affine else f"{kind} plain"

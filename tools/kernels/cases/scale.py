@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from apex.kernels.scale import axpby, scale
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.list_case import case
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     plain: dict[str, Any] = {"flags": (1,), "noop": False}
     for columns in ("fp32 fp32", "fp16 fp32", "bf16 fp32", "fp16 fp16", "fp32 bf16"):

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from apex.kernels.scaled_softmax import WIDEST_BACKWARD, WIDEST_FORWARD, backward, forward
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected: several rows in a tile, the longest of one block, longer and odd ones."""
     half = {True: 0.5, False: 1.0}  # causal rows are read up to the diagonal
     narrow = {"mask_ptr": "8 bytes beside 8 logits"}

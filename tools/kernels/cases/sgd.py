@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from apex.kernels.sgd import momentum, sgd
-from tools.kernels.case import Case
+from tools.kernels.case import CompiledCase
 from tools.kernels.list_case import case, optimizer_cases
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is inspected."""
     scalars = "factor lr momentum one_minus_dampening l2 late_decay lookahead first"
     yield from optimizer_cases(sgd, states=0, scalars="factor lr weight_decay")

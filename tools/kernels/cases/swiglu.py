@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from apex.kernels.swiglu import BLOCK, backward, forward
-from tools.kernels.case import Case, launched, meta
+from tools.kernels.case import CompiledCase, launched, meta
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[CompiledCase]:
     """What is compiled and inspected."""
     for kind, columns in (("fp16", 1001), ("bf16", 1001), ("fp32", 1001), ("bf16", 1024)):
         x = meta(kind, 4099, columns)
