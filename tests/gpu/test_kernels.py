@@ -58,7 +58,7 @@ def _same(a, b):
 def test_lists_have_the_bits_of_their_definition_and_of_the_interpreter(name):
     found, launched = call(tasks.written, name)
     assert launched == LAUNCHES.get(name, launched)
-    assert {LIST, "held_kernel"} & {*launched}
+    assert {LIST, "quantized_kernel"} & {*launched}
     for path in ("triton", "reference"):
         for one, wanted in zip(found, _here(name, path), strict=True):
             drawn = "stochastic" in name  # the definition draws its numbers elsewhere

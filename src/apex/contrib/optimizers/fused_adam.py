@@ -126,6 +126,8 @@ class FusedAdam(OldStep):
         for number, param in enumerate(launch.params):
             state = self.state[param]
             before = state.get("step", 0)
+            # Counts on a device by who they are, so as not to wait. An id is above 0, so the
+            # negative of a number is no id.
             key = id(before) if isinstance(before, torch.Tensor) else -before
             if key not in found:
                 found[key] = (_next(before, noop, launch.device), [])
