@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def check(*cases: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             words = ", ".join(getattr(x, "__name__", str(x)).removeprefix("torch.") for x in given)
             name = function.__name__ + (f"[{words}]" if given else "")
             assert name not in CHECKS, f"two checks are called {name}"
-            CHECKS[name] = lambda given=given: function(*given)
+            CHECKS[name] = partial(function, *given)
         return function
 
     return register
@@ -109,6 +110,11 @@ def network(device: Any = None, norm: bool = True) -> nn.Sequential:
     return nn.Sequential(*layers).to(DEVICE if device is None else device)
 
 
+def gradients(model: nn.Module) -> list[Any]:
+    """Of its parameters, each of which has one."""
+    return [param.grad for param in model.parameters()]
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Clones that later steps do not change."""
     return [tensor.detach().clone() for tensor in tensors]
@@ -120,7 +126,7 @@ class Captured:
     def __init__(self, work: Callable[[], Tensor | None], **options: Any) -> None:
         self.work, self.graph = work, torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, **options):
-            self.out = work()
+            self.out: Any = work()
 
     def replay(self) -> None:
         """Replay, and wait."""
@@ -151,5 +157,6 @@ def one_rank(**options: Any) -> Any:
         options = {"backend": "nccl", **options}
     else:
         options = {"backend": "gloo"}
-    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), **options)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(rank=0, world_size=1, store=store, **options)
     return dist

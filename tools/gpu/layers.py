@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Attention(nn.Module):
 
 
 # A module or a function, and the shapes of its inputs.
-CASES: dict[str, tuple[Callable[[], Any], list[tuple[int, ...]]]] = {
+CASES: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]]]] = {
     "mlp": (lambda: MLP([64, 96, 32]), [(7, 64)]),
     "fused dense": (lambda: FusedDense(64, 96), [(7, 64)]),
     "fused dense gelu dense": (lambda: FusedDenseGeluDense(64, 96, 32), [(7, 64)]),
@@ -91,12 +92,12 @@ CASES: dict[str, tuple[Callable[[], Any], list[tuple[int, ...]]]] = {
     "rotary": (lambda: _rotary, [(8, 2, 4, 64)]),
     "layer norm, less memory": (lambda: FusedLayerNorm(768, memory_efficient=True), [(9, 768)]),
     **{
-        f"{name}, {columns}": (lambda c=columns, n=norm: n(c), [(5, 3, columns)])
+        f"{name}, {columns}": (partial(norm, columns), [(5, 3, columns)])
         for name, norm in (("layer norm", FusedLayerNorm), ("RMS norm", FusedRMSNorm))
         for columns in (7, 768, 1000, 8192, 40000)
     },
     **{
-        f"{name}, {impl}, norm {norm}": (lambda k=kind, i=impl, n=norm: Attention(k, i, n), shapes)
+        f"{name}, {impl}, norm {norm}": (partial(Attention, kind, impl, norm), shapes)
         for name, kind, shapes in (
             ("self attention", SelfMultiheadAttn, [(9, 2, 64)]),
             ("encoder-decoder attention", EncdecMultiheadAttn, [(9, 2, 64), (5, 2, 64)]),
@@ -127,7 +128,7 @@ def is_near_float64(name: str, dtype: torch.dtype) -> None:
             close(*pair, ALLOWED[dtype], f"result {n}")
 
 
-def _with_gradients(run: Any, inputs: list[Tensor]) -> list[Tensor | None]:
+def _with_gradients(run: Any, inputs: list[Tensor]) -> list[Any]:
     inputs = [x.detach().requires_grad_() for x in inputs]
     params = [*run.parameters()] if isinstance(run, nn.Module) else []
     y = run(*inputs)
@@ -363,7 +364,7 @@ def graphs_share_a_pool_and_are_freed() -> None:
     before = torch.cuda.memory_reserved()
     for turn in range(20):
         column = _column(20, seed=7000 + 50 * turn)
-        held = Captured(lambda column=column: l2_norms(column))
+        held = Captured(partial(l2_norms, column))
         held.replay()
         del held
     release_captured()

@@ -86,7 +86,8 @@ def _torch_clip(training: Training) -> None:
 
 def _halve(training: Training) -> None:
     for param in amp.master_params(training.optimizer):
-        param.grad.mul_(0.5)
+        if param.grad is not None:
+            param.grad.mul_(0.5)
 
 
 def _outcome(training: Training) -> None:
@@ -143,7 +144,12 @@ def no_step_waits_with_a_schedule() -> None:
     """A learning rate that changes in each step."""
     training = Training("O2")
     schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda n: 1 / (n + 1))
-    without_waits(lambda: (training(), schedule.step()))
+
+    def step() -> None:
+        training()
+        schedule.step()
+
+    without_waits(step)
 
 
 @check()
@@ -191,8 +197,9 @@ def default(which: Any) -> Iterator[None]:
     elif which == "type":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates it, and programs of 2018 call it
-            there = torch.FloatTensor if checking.DRY else torch.cuda.FloatTensor
-            torch.set_default_tensor_type(there)
+            torch.set_default_tensor_type(
+                "torch.FloatTensor" if checking.DRY else "torch.cuda.FloatTensor"
+            )
     try:
         yield
     finally:
@@ -209,7 +216,7 @@ def _trained(level: str, which: Any) -> list[torch.Tensor]:
         optimizer = adam(model.parameters())
         # At O1 and O2 from a scale at which only the planted overflow is one.
         scale = {"init_scale": 1024.0} if level in ("O1", "O2") else {}
-        options = {"opt_level": level, "verbosity": 0, **scale}
+        options: dict[str, Any] = {"opt_level": level, "verbosity": 0, **scale}
         model, optimizer = amp.initialize(model, optimizer, **options)
         losses = []
         for number in range(6):
@@ -319,7 +326,8 @@ def a_watch_changes_no_number(level: str) -> None:
                 optimizer.step()
         ends.append(copies(model.parameters()))
         amp.reset()
-    same(*ends, "weights")
+    first, second = ends
+    same(first, second, "weights")
 
 
 @check()
@@ -334,7 +342,7 @@ def a_watch_names_the_operation() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.log(self.dropout(self.linear(x)))
 
-    model, said = Logarithm().to(DEVICE), []
+    model, said = Logarithm().to(DEVICE), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with debug.watch(model, optimizer, on_fault=said.append):
         model(normal(8, 16)).sum().backward()
@@ -408,7 +416,7 @@ def a_checkpoint_resumes_exactly(name: str) -> None:
 def deterministic_algorithms_give_the_same_bits() -> None:
     """With torch's memory filled, where nothing may be read before it is written."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         same(_trained("O2", "none"), _trained("O2", "none"), "second run")
     finally:

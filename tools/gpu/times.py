@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from apex import amp, optimizers
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.transformer.functional import fused_apply_rotary_pos_emb
+from benchmarks.turns import ratio, take_turns
 from tools.gpu import checking
 from tools.gpu.checking import BF16, DEVICE, F16, F32, LEVELS, Tensor
 from tools.gpu.part import in_a_line
@@ -83,10 +85,7 @@ def time_group(group: str, made: list[Row], clock: Clock, rows: Rows) -> None:
     if control not in works:
         return
     before = clock(works[control])
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(clock.turns):
-        for name in [*works] if turn % 2 == 0 else [*works][::-1]:
-            taken[name].append(clock(works[name]))
+    taken = take_turns({name: partial(clock, work) for name, work in works.items()}, clock.turns)
     after = clock(works[control])
     steady = abs(after / before - 1) <= clock.differ
     said = "" if steady else f"{control} took {before:.4f} ms before and {after:.4f} ms after"
@@ -96,8 +95,7 @@ def time_group(group: str, made: list[Row], clock: Clock, rows: Rows) -> None:
         ms = statistics.median(taken[row.name])
         found: dict[str, Any] = {"ms": ms, "turns": taken[row.name], "host": clock.host}
         if row.over in works:
-            other = zip(taken[row.name], taken[row.over], strict=True)
-            found.update(over=row.over, ratio=statistics.median(a / b for a, b in other))
+            found.update(over=row.over, ratio=ratio(taken[row.name], taken[row.over]).median)
         rows.add(f"{group}: {row.name}", RIGHT if steady else UNSTEADY, said, **found)
 
 
@@ -155,7 +153,8 @@ def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
     if checking.DRY:
         layers, width, words, shape = (1, 64, 100, (2, 8))
     model = Transformer(layers, width, words).to(DEVICE)
-    return model, *(torch.randint(0, words, shape, device=DEVICE) for _ in range(2))
+    x, labels = (torch.randint(0, words, shape, device=DEVICE) for _ in range(2))
+    return model, x, labels
 
 
 def _torchs(make: Any, dtype: torch.dtype | None, tf32: bool = False) -> Callable[[], Work]:
@@ -249,9 +248,13 @@ def _steps(shapes: list[tuple[int, ...]]) -> list[Row]:
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
     return [
-        Row(f"{name}.step", lambda make=make: make(params).step, f"{over}.step" if over else None)
+        Row(f"{name}.step", partial(_step_of, make, params), f"{over}.step" if over else None)
         for name, (make, over) in STEPS.items()
     ]
+
+
+def _step_of(make: Callable[[Any], Any], params: list[nn.Parameter]) -> Work:
+    return make(params).step
 
 
 def _functions(shapes: list[tuple[int, ...]]) -> list[Row]:
@@ -356,7 +359,7 @@ def ops() -> dict[str, tuple[list[Row], Clock]]:
 def host() -> dict[str, tuple[list[Row], Clock]]:
     """Time until calls return, where the GPU has next to nothing to do."""
     clock = Clock(50, 9, host=True)
-    shapes = [(8, 8)] * (5 if checking.DRY else 300)
+    shapes: list[tuple[int, ...]] = [(8, 8)] * (5 if checking.DRY else 300)
     return {
         "host, 8 x 64": (_norms(8, 64, BF16), clock),
         "host, 8 x 64 classes": (_losses(8, 64, BF16), clock),
