@@ -42,7 +42,7 @@ AMP = [
         "scale-grows-in-time",
         "After growth_interval steps without an overflow the loss scale grows, not one step later.",
         plant="Let the scale grow when the count of clean steps is above the interval.",
-        test="tests/amp/test_scaler.py::test_defaults",
+        test="tests/amp/scaling/test_scaler.py::test_defaults",
         file="src/apex/amp/scaler.py",
         old="full = (clean >= self._scale_seq_len)",
         new="full = (clean > self._scale_seq_len)",
@@ -52,7 +52,7 @@ AMP = [
         "overflow-restarts-count",
         "After an overflow the steps until the scale grows are counted from 0.",
         plant="Keep the count of clean steps when the scale backs off.",
-        test="tests/amp/test_scaler.py::test_an_overflow_starts_the_count_of_clean_steps_anew"
+        test="tests/amp/scaling/test_scaler.py::test_an_overflow_starts_the_count_of_clean_steps_anew"
         "[LossScaler]",
         file="src/apex/amp/scaler.py",
         old="torch.stack((lower, torch.zeros_like(clean), steps))",
@@ -63,7 +63,7 @@ AMP = [
         "any-pass-skips",
         "A step for several backward passes is skipped if any of them was not finite.",
         plant="Read the flag of the last pass alone.",
-        test="tests/amp/test_ledger.py::test_rare_sequences_after_a_skip"
+        test="tests/amp/gradients/test_ledger.py::test_rare_sequences_after_a_skip"
         "[('O1', 'dynamic')-the other optimizer's turn]",
         file="src/apex/amp/gradients/overflow.py",
         old="for index, one in enumerate(passes):",
@@ -74,7 +74,7 @@ AMP = [
         "log-names-scaler",
         "amp's log of a skipped step shows the number of the loss scaler that it belongs to.",
         plant="Log the number of the step's first pass, instead of the one that was not finite.",
-        test="tests/amp/test_surface.py::test_a_skipped_step_names_the_scaler_of_the_pass_that_overflowed"
+        test="tests/amp/legacy/test_surface.py::test_a_skipped_step_names_the_scaler_of_the_pass_that_overflowed"
         "[1]",
         file="src/apex/amp/gradients/overflow.py",
         old="one.index, numbers[",
@@ -85,7 +85,7 @@ AMP = [
         "each-loss-has-its-scale",
         "With num_losses each loss_id has a scale of its own, which other losses do not change.",
         plant="Take the first scaler for every loss_id.",
-        test="tests/amp/test_skipped_steps.py"
+        test="tests/amp/gradients/test_skipped_steps.py"
         "::test_a_watch_is_told_the_scale_of_the_pass_and_each_step_once",
         file="src/apex/amp/scaling.py",
         old="scaler = training.loss_scalers[loss_id]",
@@ -96,7 +96,7 @@ AMP = [
         "delayed-passes-share-a-scale",
         "Passes with delay_unscale accumulate at the scale of the first, even if it has changed.",
         plant="Let a pass that continues a delayed one take the scaler's scale now.",
-        test="tests/amp/test_ledger.py::test_rare_sequences"
+        test="tests/amp/gradients/test_ledger.py::test_rare_sequences"
         "[('O2', 'dynamic')-a pass continues at the scale of the first-None]",
         file="src/apex/amp/gradients/ledger.py",
         old="            before.loss = self.loss\n",
@@ -108,7 +108,7 @@ AMP = [
         "delayed-check-is-made-up",
         "An overflow in a delay_overflow_check pass lowers the scale at the next check.",
         plant="Forget the flags of unchecked passes at the next check.",
-        test="tests/amp/test_scaler.py::test_flags_of_passes_without_a_check_add_up",
+        test="tests/amp/scaling/test_scaler.py::test_flags_of_passes_without_a_check_add_up",
         file="src/apex/amp/scaler.py",
         old="found, self._unchecked = torch.maximum(found, self._unchecked), None",
         new="self._unchecked = None",
@@ -118,7 +118,7 @@ AMP = [
         "blocks-accumulate",
         "Gradients of several scale_loss blocks add up, unscaled, as those of plain backwards do.",
         plant="Drop the gradients that were there before the block.",
-        test="tests/amp/test_stash.py::test_an_optimizer_of_one_flat_parameter[O0]",
+        test="tests/amp/gradients/test_stash.py::test_an_optimizer_of_one_flat_parameter[O0]",
         file="src/apex/amp/gradients/ledger.py",
         old="self.stash.add(params.for_stepped(self.stash))",
         new="pass",
@@ -128,7 +128,7 @@ AMP = [
         "zero-grad-forgets-overflow",
         "After an overflow, zero_grad() and a finite pass the step is taken.",
         plant="Let zero_grad() keep the passes that the next step looks at.",
-        test="tests/amp/test_cleared_gradients.py::test_an_overflow_goes_with_the_gradients_that_zero_grad_zeroes"
+        test="tests/amp/gradients/test_cleared_gradients.py::test_an_overflow_goes_with_the_gradients_that_zero_grad_zeroes"
         "[O2]",
         file="src/apex/amp/gradients/ledger.py",
         old="            self.stash = Stash()\n        self.passes.clear()\n",
@@ -139,7 +139,7 @@ AMP = [
         "state-dict-has-masters",
         "At O2 and O5 model.state_dict() has the masters' float32 values, not rounded weights.",
         plant="Give the rounded weight, widened, as the entry.",
-        test="tests/amp/test_checkpoint.py::test_weights_loaded_in_mid_training_are_respected[O5]",
+        test="tests/amp/checkpoint/test_checkpoint.py::test_weights_loaded_in_mid_training_are_respected[O5]",
         file="src/apex/amp/gradients/state_dicts.py",
         old="    return master.tensor.detach()\n",
         new="    return weight.detach().float()\n",
@@ -149,7 +149,7 @@ AMP = [
         "master-follows-weight",
         "What a program writes into a 16-bit weight reaches its master, so the step keeps it.",
         plant="Ignore writes to a weight that has a master.",
-        test="tests/amp/test_written_masters.py::test_weights_that_were_given_other_memory_are_taken_over"
+        test="tests/amp/gradients/test_written_masters.py::test_weights_that_were_given_other_memory_are_taken_over"
         "[O2]",
         file="src/apex/amp/gradients/pairs.py",
         old="master.take_over(weight, both=is_written)",
@@ -160,7 +160,7 @@ AMP = [
         "grad-scaler-clips-unscaled",
         "GradScaler.clip_grad_norm_ clips 16-bit gradients, and the step divides by the scale too.",
         plant="Hand the optimizer the inverse scale without the clipping coefficient.",
-        test="tests/amp/test_grad_scaler.py::test_clipping_float32[ours-False]",
+        test="tests/amp/scaling/test_grad_scaler.py::test_clipping_float32[ours-False]",
         file="src/apex/amp/grad_scaler.py",
         old="factor = inverse if factor is None else inverse * factor.to(inverse.device)",
         new="factor = inverse",
@@ -170,7 +170,7 @@ AMP = [
         "checkpoint-has-clean-steps",
         "amp.load_state_dict() restores how many clean steps were counted, besides the scale.",
         plant="Load the scale alone.",
-        test="tests/amp/test_checkpoint.py"
+        test="tests/amp/checkpoint/test_checkpoint.py"
         "::test_the_scale_goes_from_amp_to_a_grad_scaler_and_back_as_their_errors_say",
         file="src/apex/amp/checkpoint.py",
         old="scaler._unskipped = unskipped",
@@ -181,7 +181,7 @@ AMP = [
         "float-list",
         "At O1 functions of the float list, such as log_softmax, compute in float32 on a CPU too.",
         plant="Leave log_softmax out of the functions that are cast to float32 on a CPU.",
-        test="tests/amp/test_functions.py::test_float[torch.nn.functional.log_softmax]",
+        test="tests/amp/casting/test_functions.py::test_float[torch.nn.functional.log_softmax]",
         file="src/apex/amp/casting/dispatcher.py",
         old='"softplus softmax.int log_softmax.int layer_norm',
         new='"softplus softmax.int layer_norm',
@@ -191,7 +191,7 @@ AMP = [
         "reset-restores-functions",
         "amp.reset() puts every function that O1 has replaced back.",
         plant="Leave the function that was wrapped first as it is.",
-        test="tests/amp/test_rules.py::test_reset_restores_every_attribute",
+        test="tests/amp/casting/test_rules.py::test_reset_restores_every_attribute",
         file="src/apex/amp/casting/rules.py",
         old="        while _patches:\n",
         new="        while len(_patches) > 1:\n",
@@ -201,7 +201,7 @@ AMP = [
         "batchnorm-stays-float32",
         "keep_batchnorm_fp32 leaves every batchnorm layer in float32, also one without weights.",
         plant="Convert batchnorm layers that are not affine.",
-        test="tests/amp/test_modules.py::test_which_weights_are_cast[O2-None]",
+        test="tests/amp/initialize/test_modules.py::test_which_weights_are_cast[O2-None]",
         file="src/apex/amp/casting/models.py",
         old="if keep_batchnorm and isinstance(module, _BatchNorm):",
         new="if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:",
@@ -211,7 +211,7 @@ AMP = [
         "backward-without-casts",
         "Inside of a scale_loss block nothing is cast, so a backward is not cast a second time.",
         plant="Leave casts on in the block.",
-        test="tests/amp/test_casts.py::test_backward_functions_written_in_python_are_not_cast",
+        test="tests/amp/casting/test_casts.py::test_backward_functions_written_in_python_are_not_cast",
         file="src/apex/amp/scaling.py",
         old="            this = this.begin()\n            self._off = casting.off()\n"
         "            self._off.__enter__()\n",
@@ -222,7 +222,7 @@ AMP = [
         "ranks-skip-together",
         "An overflow on one rank of a process_group or mesh skips the step on all of them.",
         plant="Reduce the flag to the smallest of the ranks.",
-        test="tests/amp/test_agreement.py::test_a_group_takes_or_skips_each_step_together"
+        test="tests/amp/ranks/test_agreement.py::test_a_group_takes_or_skips_each_step_together"
         "[no gradients on the other rank]",
         file="src/apex/amp/gradients/distributed.py",
         old="all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)",
@@ -243,7 +243,7 @@ AMP = [
         "fused-step-clips-down-only",
         "With fused_step amp.clip_grad_norm_ leaves gradients below max_norm as they are.",
         plant="Multiply gradients up to max_norm, too.",
-        test="tests/amp/test_fused_step.py::test_after_a_fused_step_passes_find_no_old_gradients"
+        test="tests/amp/optimizer/test_fused_step.py::test_after_a_fused_step_passes_find_no_old_gradients"
         "[O2-inf]",
         file="src/apex/amp/gradients/fused.py",
         old="(max_norm / (norm + 1e-6)).clamp(max=1.0)",
@@ -259,7 +259,7 @@ OPTIMIZERS = [
         plant="Merge groups that differ in eps alone into one launch.",
         test="tests/optimizers/test_random_programs.py::test_random_programs_equal_torchs"
         "[CPU-Adagrad]",
-        file="src/apex/optimizers/_buckets.py",
+        file="src/apex/optimizers/_launches.py",
         old="map(group.get, numbers)",
         new='map(group.get, [n for n in numbers if n != "eps"])',
     ),

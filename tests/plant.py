@@ -34,6 +34,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SECONDS = 300  # for one bug; ranks that wait for each other for ever have seen it
 RED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
 FUNCTION = re.compile(r"^def (\w+)\(", re.MULTILINE)
+RENAMED = "if it was moved, write down where it is now"
 PLANT_ANEW = "plant it anew from the sentence, see its test red, and write the new text down"
 
 
@@ -51,7 +52,9 @@ def problems(of: Sequence[Behaviour], root: pathlib.Path = ROOT) -> list[str]:
             found.append(f"{one.name}: old occurs {count} times in {one.file}: {PLANT_ANEW}")
         file, function = one.test.split("[")[0].split("::")
         if function not in functions(root / file):
-            found.append(f"{one.name}: there is no test {file}::{function}: {PLANT_ANEW}")
+            found.append(
+                f"{one.name}: there is no {file}::{function}: {RENAMED}; else {PLANT_ANEW}"
+            )
     return found
 
 

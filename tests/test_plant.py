@@ -38,15 +38,15 @@ def test_the_table_is_whole():
         ({"file": "src/apex/gone.py"}, "old occurs 0 times in src/apex/gone.py"),
         (
             {"test": "tests/test_plant.py::test_gone[case]"},
-            "no test tests/test_plant.py::test_gone",
+            "no tests/test_plant.py::test_gone",
         ),
-        ({"test": "tests/gone.py::test_one"}, "no test tests/gone.py::test_one"),
+        ({"test": "tests/gone.py::test_one"}, "no tests/gone.py::test_one"),
     ],
 )
 def test_what_no_longer_fits_is_to_be_planted_anew(changed, said, monkeypatch, capsys):
     monkeypatch.setattr(plant, "BEHAVIOURS", [ONE._replace(**changed)])
     assert plant.main(["--check"]) == 1
-    pattern = rf"{ONE.name}: .*{said}.*: plant it anew from the sentence.*\n"
+    pattern = rf"{ONE.name}: .*{said}.*plant it anew from the sentence.*\n"
     (line,) = capsys.readouterr().out.splitlines(keepends=True)
     assert re.fullmatch(pattern, line)
 
