@@ -376,7 +376,8 @@ OPTIMIZERS = [
         "lr-in-a-tensor",
         "A learning rate in a float32 tensor on the CPU steps to the same bits as the number.",
         plant="Widen the float32 number as it is: 0.001 becomes 0.0010000000475.",
-        test="tests/optimizers/test_every_optimizer.py::test_lr_may_be_a_tensor[0.001-FusedAdam]",
+        test="tests/optimizers/test_formulas.py::test_formula"
+        "[FusedAdam, capturable-torch.float64-{}-None]",
         file="src/apex/optimizers/_base.py",
         old="for digits in (6, 7, 8):",
         new="for digits in ():",
