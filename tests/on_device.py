@@ -18,6 +18,8 @@ import warnings
 import pytest
 import torch
 
+from tests.waits import WARNED
+
 # What is about the CPU, or computes in processes of its own.
 OF_THE_CPU = (
     "tests/amp/test_float16_on_cpu.py",
@@ -38,7 +40,6 @@ DRAWN = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multino
 DRAWN_LIKE = ("rand_like", "randn_like", "randint_like")
 IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-TORCHS = "Synchronization debug mode is a prototype"  # a warning of set_sync_debug_mode
 
 
 def runs_there(item):
@@ -93,7 +94,7 @@ class OnDevice:
     def _what_waits_is_asked_for_one_test(self):
         """torch warns of its own mode; left on, it would be an error in every later test."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", TORCHS)
+            warnings.filterwarnings("ignore", WARNED)
             yield
         if torch.cuda.is_initialized():
             torch.cuda.set_sync_debug_mode("default")
