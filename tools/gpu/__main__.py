@@ -79,9 +79,10 @@ PARTS = {
     "ranks": Part(["tools.gpu.part", "ranks"], 150),
     "large": Part(["tools.gpu.part", "large"], 120),
     "trainings": Part(["tools.gpu.part", "times:trainings"], 80, "times"),
+    "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
     "lists": Part(["tools.gpu.part", "times:lists"], 60, "times"),
     "ops": Part(["tools.gpu.part", "times:ops"], 60, "times"),
-    "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
+    "captured": Part(["tools.gpu.part", "times:captured"], 60, "times"),
 }  # fmt: skip
 
 
