@@ -22,11 +22,12 @@ from tests.waits import WARNED
 
 # What does not run on another device, and why: whole folders, files, single tests.
 OF_THE_CPU = {
-    "tests/amp/test_float16_on_cpu.py": "float16 as oneDNN computes it",
+    "tests/amp/casting/test_float16_on_cpu.py": "float16 as oneDNN computes it",
     "tests/amp/test_frames.py": "counts Python frames, of which a default device adds some",
     "tests/amp/test_graphs.py": "graphs recorded on a CPU; tools/gpu/graphs.py has CUDA's",
-    "tests/amp/test_optimizer.py::test_at_most_one_host_read_per_step": "counts calls of a method, "
-    "of which a default device makes one",
+    "tests/amp/optimizer/test_optimizer.py::test_at_most_one_host_read_per_step": (
+        "a method that it replaces is called twice under a default device"
+    ),
     "tests/bench/": "commands that choose a device themselves",
     "tests/cli/": "commands that choose a device themselves",
     "tests/clients/": "programs in environments of their own",
@@ -159,8 +160,7 @@ def _decorate_kernels():
     try:
         kernels = importlib.import_module("apex.kernels")
         for module in pkgutil.walk_packages(kernels.__path__, "apex.kernels."):
-            if not module.name.startswith("apex.kernels.inspect"):
-                importlib.import_module(module.name)
+            importlib.import_module(module.name)
     except ModuleNotFoundError as error:  # apex then computes without kernels
         warnings.warn(f"no kernels: {error.name} is not installed", stacklevel=1)
 

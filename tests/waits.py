@@ -1,7 +1,10 @@
 """Blocks in which nothing may make the host wait for a GPU."""
 
+from __future__ import annotations
+
 import contextlib
 import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -9,7 +12,7 @@ WARNED = "Synchronization debug mode is a prototype"  # a warning of set_sync_de
 
 
 @contextlib.contextmanager
-def no_waits():
+def no_waits() -> Iterator[None]:
     """Let everything raise that waits, or copies from pageable memory; then the mode is as before.
 
     torch warns of its own mode, which fails a suite in which warnings are errors.

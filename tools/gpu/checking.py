@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def check(*cases: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             words = ", ".join(getattr(x, "__name__", str(x)).removeprefix("torch.") for x in given)
             name = function.__name__ + (f"[{words}]" if given else "")
             assert name not in CHECKS, f"two checks are called {name}"
-            CHECKS[name] = lambda given=given: function(*given)
+            CHECKS[name] = partial(function, *given)
         return function
 
     return register
@@ -128,6 +129,11 @@ def network(device: Any = None, norm: bool = True) -> nn.Sequential:
     return nn.Sequential(*layers).to(DEVICE if device is None else device)
 
 
+def gradients(model: nn.Module) -> list[Any]:
+    """Of its parameters, each of which has one."""
+    return [param.grad for param in model.parameters()]
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Clones that later steps do not change."""
     return [tensor.detach().clone() for tensor in tensors]
@@ -143,8 +149,7 @@ def default(which: Any) -> Iterator[None]:
     elif which == "type":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates it, and programs of 2018 call it
-            there = torch.FloatTensor if DRY else torch.cuda.FloatTensor
-            torch.set_default_tensor_type(there)
+            torch.set_default_tensor_type("torch.FloatTensor" if DRY else "torch.cuda.FloatTensor")
     try:
         yield
     finally:
@@ -160,7 +165,7 @@ class Captured:
     def __init__(self, work: Callable[[], Tensor | None], **options: Any) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, **options):
-            self.out = work()
+            self.out: Any = work()
 
     def replay(self) -> None:
         """Replay, and wait."""
@@ -187,5 +192,6 @@ def one_rank(**options: Any) -> Any:
         options = {"backend": "nccl", **options}
     else:
         options = {"backend": "gloo"}
-    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), **options)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(rank=0, world_size=1, store=store, **options)
     return dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,8 @@ def a_scale_that_always_overflows_backs_off() -> None:
     for in_a_graph in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(64, 64, device="cpu", dtype=torch.float32).to(DEVICE)
-        x, options = normal(32, 64), {"opt_level": "O2", "verbosity": 0, "init_scale": 2.0**24}
+        x = normal(32, 64)
+        options: Any = {"opt_level": "O2", "verbosity": 0, "init_scale": 2.0**24}
         model, optimizer = amp.initialize(model, ALWAYS["FusedAdam"](model.parameters()), **options)
 
         def step(model: Any = model, optimizer: Any = optimizer, x: Tensor = x) -> None:
@@ -240,7 +242,7 @@ def graphs_share_a_pool_and_are_freed() -> None:
     before = torch.cuda.memory_reserved()
     for turn in range(20):
         column = _column(20, seed=7000 + 50 * turn)
-        held = Captured(lambda column=column: l2_norms(column))
+        held = Captured(partial(l2_norms, column))
         held.replay()
         del held
     release_captured()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class Case:
     """A module or a function, the shapes of its inputs, and torch's, which may get the module."""
 
     make: Callable[[], Any]
-    shapes: list[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]]
     torchs: Callable[[Any], Any] = _definition
 
 
@@ -170,14 +171,12 @@ CASES: dict[str, Case] = {
         lambda: FusedLayerNorm(768, memory_efficient=True), [(9, 768)], _torchs_norm
     ),
     **{
-        f"{name}, {columns}": Case(lambda c=columns, n=norm: n(c), [(5, 3, columns)], _torchs_norm)
+        f"{name}, {columns}": Case(partial(norm, columns), [(5, 3, columns)], _torchs_norm)
         for name, norm in (("layer norm", FusedLayerNorm), ("RMS norm", FusedRMSNorm))
         for columns in (7, 768, 1000, 8192, 40000)
     },
     **{
-        f"{name}, {impl}, norm {norm}": Case(
-            lambda k=kind, i=impl, n=norm: Attention(k, i, n), shapes
-        )
+        f"{name}, {impl}, norm {norm}": Case(partial(Attention, kind, impl, norm), shapes)
         for name, kind, shapes in (
             ("self attention", SelfMultiheadAttn, [(9, 2, 64)]),
             ("encoder-decoder attention", EncdecMultiheadAttn, [(9, 2, 64), (5, 2, 64)]),

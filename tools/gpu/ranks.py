@@ -30,6 +30,7 @@ from tools.gpu.checking import (
     close,
     copies,
     default,
+    gradients,
     need,
     network,
     normal,
@@ -117,7 +118,8 @@ def a_wrapper_at_each_level(level: str) -> None:
             step()
         ends.append(copies(model.parameters()))
         amp.reset()
-    _all_close(*ends, 2e-2)
+    first, second = ends
+    _all_close(first, second, 2e-2)
 
 
 @check(*LEVELS)
@@ -167,7 +169,7 @@ def a_parameter_without_a_gradient() -> None:
     one_rank()
     model = network(norm=False)
     model.extra = nn.Linear(3, 3).to(DEVICE)
-    model.forward = lambda x: nn.Sequential(*[*model][:-1])(x)
+    model.forward = lambda x: nn.Sequential(*[*model][:-1])(x)  # type: ignore[method-assign]
     run = DistributedDataParallel(model)
     for _ in range(3):
         run(normal(8, 16)).sum().backward()
@@ -255,7 +257,8 @@ def a_step_of_the_wrapper_is_captured() -> None:
             x.copy_(normal(8, 16, seed=number))
             again()
         ends.append(copies(model.parameters()))
-    same(*ends, "weights")
+    first, second = ends
+    same(first, second, "weights")
 
 
 @check("with a device", "without a backend")
@@ -265,7 +268,8 @@ def a_group_may_be_made(how: str) -> None:
     if how == "with a device":
         one_rank(device_id=DEVICE)
     else:
-        dist.init_process_group(rank=0, world_size=1, store=dist.HashStore())
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(rank=0, world_size=1, store=store)
     model = network(norm=False)
     DistributedDataParallel(model)(normal(8, 16)).sum().backward()
     sharded = network(norm=False)
@@ -302,9 +306,9 @@ def flat_calls_and_buffers() -> None:
     model = network(norm=False)
     reducer = Reducer(model)
     model(normal(8, 16)).sum().backward()
-    before = copies(p.grad for p in model.parameters())
+    before = copies(gradients(model))
     reducer.reduce()
-    same([p.grad for p in model.parameters()], before, "mean of one rank")
+    same(gradients(model), before, "mean of one rank")
     flat_dist_call([normal(3), normal(4, dtype=F16), normal(5, dtype=BF16)], dist.broadcast, (0,))
     layer = nn.Linear(4, 4).to(DEVICE)
     dtypes = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, F16, BF16, F64)
@@ -351,7 +355,7 @@ def a_default_device_changes_no_sampling(which: str) -> None:
     from apex.transformer._data import MegatronPretrainingRandomSampler
 
     one_rank()
-    found = []
+    found: list[list[Tensor]] = []
     for one in (which, "none"):
         with default(one):
             parallel_state.initialize_model_parallel(1, 1)
@@ -365,7 +369,7 @@ def a_default_device_changes_no_sampling(which: str) -> None:
                 parallel_state.destroy_model_parallel()
             samples = next(iter(MegatronPretrainingRandomSampler(32, 0, 2, 0, 1)))
         found.append([drawn.cpu(), sent["text"].cpu(), torch.tensor(samples, device="cpu")])
-    same(*found, "numbers, words and samples")
+    same(found[0], found[1], "numbers, words and samples")
 
 
 class Slow(torch.autograd.Function):
@@ -419,7 +423,7 @@ def a_forward_on_two_streams() -> str:
             model.zero_grad()
             run(normal(32, 256) * (turn + 1)).backward()
         torch.cuda.synchronize()
-        ends[name] = copies(p.grad for p in model.parameters())
+        ends[name] = copies(gradients(model))
     right = {
         name: all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(end, ends["plain"], strict=True))
         for name, end in ends.items()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+from apex.selftest.check import Setting, carry_out
+from apex.selftest.command import every_check
 from tools.gpu.rows import NOT_DRY, RIGHT, WRONG, Rows, as_rows, load
 
 # Words of a check whose kernels are interpreted, through the command line.
@@ -58,14 +59,12 @@ def by_command(words: str, rows: Rows) -> None:
 
 def as_called(area: str, rows: Rows) -> None:
     """Carry out what is called on a CPU, and what needs a GPU over stand-ins."""
-    command = importlib.import_module("apex.bench.selftest.command")
-    check_of = importlib.import_module("apex.bench.selftest.check")
-    setting = check_of.Setting(torch.device("cpu"), "as called")
-    chosen = [one for one in command.every_check() if f"{one.area}: ".startswith(area)]
+    setting = Setting(torch.device("cpu"), "as called")
+    chosen = [one for one in every_check() if f"{one.area}: ".startswith(area)]
     for check in chosen:
         rows.note(check.name)
         started = time.perf_counter()
-        result = check_of.carry_out(check, setting)
+        result = carry_out(check, setting)
         said = (result.error or "").strip().rpartition("\n")[2]
         if result.status == "wrong":
             said = f"{result.worst}"
@@ -77,4 +76,4 @@ def as_called(area: str, rows: Rows) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -38,7 +38,7 @@ class Stream:
     wait_stream = wait_event = record_event = synchronize = nothing
 
 
-class Recorded(RecordedGraph):  # type: ignore[misc]
+class Recorded(RecordedGraph):
     """What a capture writes is taken back at its end: a capture of CUDA computes nothing."""
 
     def __init__(self) -> None:

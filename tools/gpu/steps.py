@@ -46,7 +46,8 @@ def _torch_clip(training: Training) -> None:
 
 def _halve(training: Training) -> None:
     for param in amp.master_params(training.optimizer):
-        param.grad.mul_(0.5)
+        if param.grad is not None:
+            param.grad.mul_(0.5)
 
 
 def _outcome(training: Training) -> None:
@@ -86,7 +87,7 @@ def no_step_waits_with(name: str) -> None:
 @check()
 def no_step_waits_with_optimizers_of_torch() -> None:
     """Where torch's own do not wait."""
-    counted = {"fused": checking.DRY}  # its count is on the CPU, whose reads a dry run refuses
+    counted: Any = {"fused": checking.DRY}  # its count is on the CPU, whose reads a dry run refuses
     for level, make in (
         ("O2", lambda p: torch.optim.Adam(p, lr=0.01, fused=True)),
         ("O4", lambda p: torch.optim.SGD(p, lr=0.01)),
@@ -103,7 +104,12 @@ def no_step_waits_with_a_schedule() -> None:
     """A learning rate that changes in each step."""
     training = Training("O2")
     schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda n: 1 / (n + 1))
-    without_waits(lambda: (training(), schedule.step()))
+
+    def step() -> None:
+        training()
+        schedule.step()
+
+    without_waits(step)
 
 
 @check()
@@ -148,7 +154,7 @@ def _trained(level: str, which: Any) -> list[torch.Tensor]:
         optimizer = adam(model.parameters())
         # At O1 and O2 from a scale at which only the planted overflow is one.
         scale = {"init_scale": 1024.0} if level in ("O1", "O2") else {}
-        options = {"opt_level": level, "verbosity": 0, **scale}
+        options: dict[str, Any] = {"opt_level": level, "verbosity": 0, **scale}
         model, optimizer = amp.initialize(model, optimizer, **options)
         losses = []
         for number in range(6):
@@ -258,7 +264,8 @@ def a_watch_changes_no_number(level: str) -> None:
                 optimizer.step()
         ends.append(copies(model.parameters()))
         amp.reset()
-    same(*ends, "weights")
+    first, second = ends
+    same(first, second, "weights")
 
 
 @check()
@@ -273,7 +280,7 @@ def a_watch_names_the_operation() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.log(self.dropout(self.linear(x)))
 
-    model, said = Logarithm().to(DEVICE), []
+    model, said = Logarithm().to(DEVICE), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with debug.watch(model, optimizer, on_fault=said.append):
         model(normal(8, 16)).sum().backward()
@@ -403,7 +410,7 @@ def a_checkpoint_resumes_exactly(name: str) -> None:
 def deterministic_algorithms_give_the_same_bits() -> None:
     """With torch's memory filled, where nothing may be read before it is written."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         same(_trained("O2", "none"), _trained("O2", "none"), "second run")
     finally:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
 from apex.transformer.functional import fused_apply_rotary_pos_emb
+from benchmarks.turns import ratio, take_turns
 from tools.gpu import checking
 from tools.gpu.checking import BF16, DEVICE, F16, F32, LEVELS, Tensor, on_a_side_stream
 from tools.gpu.part import in_a_line
@@ -85,10 +87,7 @@ def time_group(group: str, made: list[Row], clock: Clock, rows: Rows) -> None:
     if control not in works:
         return
     before = clock(works[control])
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(clock.turns):
-        for name in [*works] if turn % 2 == 0 else [*works][::-1]:
-            taken[name].append(clock(works[name]))
+    taken = take_turns({name: partial(clock, work) for name, work in works.items()}, clock.turns)
     after = clock(works[control])
     steady = abs(after / before - 1) <= clock.differ
     said = "" if steady else f"{control} took {before:.4f} ms before and {after:.4f} ms after"
@@ -98,8 +97,7 @@ def time_group(group: str, made: list[Row], clock: Clock, rows: Rows) -> None:
         ms = statistics.median(taken[row.name])
         found: dict[str, Any] = {"ms": ms, "turns": taken[row.name], "host": clock.host}
         if row.over in works:
-            other = zip(taken[row.name], taken[row.over], strict=True)
-            found.update(over=row.over, ratio=statistics.median(a / b for a, b in other))
+            found.update(over=row.over, ratio=ratio(taken[row.name], taken[row.over]).median)
         rows.add(f"{group}: {row.name}", RIGHT if steady else UNSTEADY, said, **found)
 
 
@@ -159,7 +157,8 @@ def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
     if checking.DRY:
         layers, width, words, shape = (1, 64, 100, (2, 8))
     model = Transformer(layers, width, words).to(DEVICE)
-    return model, *(torch.randint(0, words, shape, device=DEVICE) for _ in range(2))
+    x, labels = (torch.randint(0, words, shape, device=DEVICE) for _ in range(2))
+    return model, x, labels
 
 
 def _torchs(
@@ -167,7 +166,7 @@ def _torchs(
 ) -> Callable[[], Work]:
     def build() -> Work:
         model, x, labels = make()
-        options = {"lr": 1e-5, "fused": True, "capturable": capturable}
+        options: Any = {"lr": 1e-5, "fused": True, "capturable": capturable}
         optimizer = torch.optim.AdamW(model.parameters(), **options)
         scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype is F16)
 
@@ -188,7 +187,7 @@ def _torchs(
 def _level(make: Any, level: str, capturable: bool = False) -> Callable[[], Work]:
     def build() -> Work:
         model, x, labels = make()
-        options = {"lr": 1e-5, "capturable": capturable}
+        options: Any = {"lr": 1e-5, "capturable": capturable}
         optimizer = optimizers.FusedAdam(model.parameters(), **options)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
@@ -289,9 +288,13 @@ def _steps(shapes: list[tuple[int, ...]]) -> list[Row]:
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
     return [
-        Row(f"{name}.step", lambda make=make: make(params).step, f"{over}.step" if over else None)
+        Row(f"{name}.step", partial(_step_of, make, params), f"{over}.step" if over else None)
         for name, (make, over) in STEPS.items()
     ]
+
+
+def _step_of(make: Callable[[Any], Any], params: list[nn.Parameter]) -> Work:
+    return make(params).step
 
 
 def _functions(shapes: list[tuple[int, ...]]) -> list[Row]:
@@ -430,7 +433,8 @@ def _with_kernels(make: Callable[[], Work]) -> Callable[[], Work]:
 def _launches() -> list[Row]:
     """Where the host's time of a layer norm goes: its function, its launcher, Triton's launch."""
     x, dy = (torch.randn(64, 1024, device=DEVICE, dtype=BF16) for _ in range(2))
-    theirs, ours = (kind(1024).to(DEVICE, BF16) for kind in (nn.LayerNorm, FusedLayerNorm))
+    theirs: Any = nn.LayerNorm(1024).to(DEVICE, BF16)
+    ours: Any = FusedLayerNorm(1024).to(DEVICE, BF16)
     leaves = (x, ours.weight, ours.bias)
 
     def without_grad() -> Work:
@@ -439,15 +443,17 @@ def _launches() -> list[Row]:
     def launcher(way: str) -> Callable[[], Work]:
         def make() -> Work:
             from apex.kernels import row_norms
+            from apex.kernels._launching import cdiv
+            from apex.kernels.row_norms.kernels import row_norm_forward as kernel
 
             weight, bias, shape = ours.weight.detach(), ours.bias.detach(), (1024,)
             given = (x, weight, bias, shape, 1e-5, True, BF16)
             y, mean, rstd = row_norms.forward(*given)
-            saved = {"weight": weight, "bias": bias, "rstd": rstd, "x": x, "mean": mean}
-            options = {"shape": shape, "eps": 1e-5, "centered": True, "x_dtype": BF16}
+            saved: Any = {"weight": weight, "bias": bias, "rstd": rstd, "x": x, "mean": mean}
+            options: Any = {"shape": shape, "eps": 1e-5, "centered": True, "x_dtype": BF16}
             rows, block, warps = row_norms._tile(1024)
             launched = (x, weight, bias, y, mean, rstd, 64, 2048, 1e-5, True, rows, block)
-            kernel, grid = row_norms.row_norm_forward, (row_norms.cdiv(64, rows), 1, 1)
+            grid = (cdiv(64, rows), 1, 1)
             ways: dict[str, Work] = {
                 "forward": lambda: row_norms.forward(*given),
                 "backward": lambda: row_norms.backward(dy, [True] * 3, **saved, **options),
@@ -483,7 +489,7 @@ def _launches() -> list[Row]:
 def host() -> dict[str, tuple[list[Row], Clock]]:
     """Time until calls return, where the GPU has next to nothing to do."""
     clock = Clock(50, 9, host=True)
-    shapes = [(8, 8)] * (5 if checking.DRY else 300)
+    shapes: list[tuple[int, ...]] = [(8, 8)] * (5 if checking.DRY else 300)
     return {
         "host, 64 x 1024": (_launches(), Clock(100, 7, host=True)),
         "host, 8 x 64": (_norms(8, 64, BF16), clock),
