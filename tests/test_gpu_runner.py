@@ -123,6 +123,22 @@ def test_rows_run_in_turns_between_two_times_of_the_control(tmp_path, monkeypatc
     assert names == ["control", "control", "a", "b", "b", "a", "control", "control"]
 
 
+def test_turns_of_a_group_that_is_killed_are_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(times.torch.cuda, "synchronize", lambda: None)
+    taken = iter([1.0, 2.0, 3.0, 4.0])
+
+    class Killed(times.Clock):
+        def __call__(self, work):
+            return next(taken)
+
+    made = [times.Row("theirs", lambda: int), times.Row("ours", lambda: int)]
+    rows = Rows(tmp_path / "part.json")
+    with pytest.raises(StopIteration):
+        times.time_group("group", made, Killed(1, 2), rows)
+    left = json.loads(rows.file.read_text())["unfinished"]
+    assert left == {"group": {"theirs": [2.0], "ours": [3.0, 4.0]}}
+
+
 def test_the_table_at_the_end(capsys):
     """What failed, what is missing or not run dry, ratios with their marks; none in a dry run."""
     planted = [

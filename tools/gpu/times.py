@@ -87,7 +87,16 @@ def time_group(group: str, made: list[Row], clock: Clock, rows: Rows) -> None:
     if control not in works:
         return
     before = clock(works[control])
-    taken = take_turns({name: partial(clock, work) for name, work in works.items()}, clock.turns)
+    so_far: dict[str, list[float]] = {name: [] for name in works}
+    rows.content["unfinished"] = {group: so_far}  # what a process leaves that is killed in a group
+
+    def timed(name: str) -> float:
+        so_far[name].append(clock(works[name]))
+        rows.save()
+        return so_far[name][-1]
+
+    taken = take_turns({name: partial(timed, name) for name in works}, clock.turns)
+    del rows.content["unfinished"]
     after = clock(works[control])
     steady = abs(after / before - 1) <= clock.differ
     said = "" if steady else f"{control} took {before:.4f} ms before and {after:.4f} ms after"
