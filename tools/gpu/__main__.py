@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 VERSIONS = "versions"
 FIRST = ("amp", "optimizers", "ops")  # of the tests: what trainings are made of
-FOLDERS = [path.name for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))]
+FOLDERS = [path.name for path in sorted((ROOT / "tests").iterdir()) if any(path.rglob("test_*.py"))]
 SUITE = [f"tests/{name}" for name in (*FIRST, *sorted({*FOLDERS} - {*FIRST}))]
 SELFTEST = {
     "norms": "norms and losses: ",
