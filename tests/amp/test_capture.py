@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import json
 import re
 import sys
 
@@ -18,7 +19,7 @@ from apex import amp, debug, optimizers
 from apex.amp import frontend
 from apex.amp.gradients import overflow
 from apex.amp.graphs.followed import Followed
-from apex.amp.graphs.probe import Probe
+from apex.amp.graphs.probe import Probe, describe
 from apex.amp.scaler import LossScaler
 from apex.ops import _runtime
 from tests.amp.training import started
@@ -522,6 +523,16 @@ def test_a_capture_that_fails_is_put_back(level):
         amp.reset()
     assert equal(*found)
     assert len(counted) == 10 + 11
+
+
+def test_of_an_error_after_an_error_the_one_of_the_program_is_named():
+    """CUDA raises again where a capture ends, and no line of the program is there."""
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    ending = RuntimeError("operation failed due to a previous error during capture")
+    ending.__context__ = caught.value
+    assert re.search(r"decoder.py:\d+ .*JSONDecodeError: Expecting property name", describe(ending))
+    assert describe(RuntimeError("no line")) == "RuntimeError: no line"
 
 
 def watched(program):

@@ -101,10 +101,18 @@ def _line(where: FrameType, number: int) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Name what a capture has failed at: the program's line, and what was raised."""
-    last = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        if not frame.f_code.co_filename.startswith((_TORCH, _APEX)):
-            last = f"{_line(frame, number)}: "
-    text = str(error).partition("\n")[0]
-    return f"{last}{type(error).__name__}: {text}"
+    """Name what a capture has failed at: the program's line, and what was raised there.
+
+    CUDA raises once more where the capture ends, without a line of the program.
+    """
+    first: BaseException | None = error
+    while first is not None:
+        lines = [
+            _line(frame, number)
+            for frame, number in traceback.walk_tb(first.__traceback__)
+            if not frame.f_code.co_filename.startswith((_TORCH, _APEX))
+        ]
+        if lines:
+            return f"{lines[-1]}: {type(first).__name__}: {str(first).partition(chr(10))[0]}"
+        first = first.__context__
+    return f"{type(error).__name__}: {error}"
