@@ -49,6 +49,7 @@ class Ranges:
 
     Attributes:
         products: Results of a module's own products.
+        operands: What these multiply.
         outputs: What a module call gave.
         gradient: Of the gradients, of products and of parameters.
         weight: Of the parameters.
@@ -57,6 +58,7 @@ class Ranges:
     """
 
     products: dict[int | None, float] = field(default_factory=dict)
+    operands: dict[int | None, float] = field(default_factory=dict)
     outputs: dict[int, float] = field(default_factory=dict)
     gradient: float = 0.0
     weight: float = 0.0
@@ -122,7 +124,7 @@ class Study:
         self.ranges = Ranges()
         self.scores: dict[str, list[Scores]] = {form.name: [] for form in forms}
         self.trace = Trace()
-        self.kinds: dict[int | None, str] = {}
+        self._attentions: set[int | None] = set()
 
     def run(self, after: Callable[[Sequence[torch.Tensor | None]], None]) -> None:
         """Look at every batch; ``after`` gets the gradients of the parameters of each."""
@@ -173,13 +175,18 @@ class Study:
         weights = [float(p.detach().abs().amax()) for p in self.parameters if p.numel()]
         ranges.weight = max(weights, default=0.0)
         for module, size in trace.outputs:
-            ranges.outputs[id(module)] = max(ranges.outputs.get(id(module), 0.0), float(size))
+            _raise_to(ranges.outputs, id(module), [size])
         for piece in trace.pieces:
             key = None if piece.owner is None else id(piece.owner)
-            self.kinds.setdefault(key, piece.kind)
-            found = [ranges.products.get(key, 0.0), *map(float, piece.results)]
-            ranges.products[key] = max(found)
+            if piece.is_part:
+                self._attentions.add(key)
+            _raise_to(ranges.products, key, piece.results)
+            _raise_to(ranges.operands, key, piece.operands)
         ranges.small.append(_too_small(trace.pieces, ranges.scale))
+
+    def is_attention(self, key: int | None) -> bool:
+        """Whether the module has chained products of activations."""
+        return key in self._attentions
 
     def _judged(self, trace: Trace, forms: Sequence[Format]) -> dict[str, Scores]:
         found: dict[str, Scores] = {form.name: {} for form in forms}
@@ -208,6 +215,10 @@ class Study:
                 self.ranges.small[number] = _too_small(trace.pieces, self.ranges.scale)
                 for name, scores in self._judged(trace, forms).items():
                     self.scores[name][number] = scores
+
+
+def _raise_to(table: dict[Any, float], key: int | None, sizes: Sequence[torch.Tensor]) -> None:
+    table[key] = max([table.get(key, 0.0), *map(float, sizes)])
 
 
 def _too_small(pieces: Sequence[Piece], scale: float) -> tuple[int, int]:

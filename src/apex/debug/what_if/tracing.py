@@ -48,7 +48,7 @@ class Piece:
         owner: The module it belongs to.
         kind: Name of the function, or of the class of the module.
         gradients: Of its floating outputs, by their place.
-        results: The largest magnitudes of these outputs.
+        results: The largest magnitudes of these outputs; ``operands`` those of what goes in.
         is_part: Whether it is judged as a part of an attention.
     """
 
@@ -62,6 +62,11 @@ class Piece:
         masks = masks_of(function, args, kwargs)
         self.masks = [id(leaf) in masks for leaf in leaves]
         self.leaves = [kept(leaf) for leaf in leaves]
+        self.operands = [
+            largest(leaf)
+            for leaf, mask in zip(leaves, self.masks, strict=True)
+            if is_floating(leaf) and not mask
+        ]
         self.gradients: dict[int, torch.Tensor] = {}
 
     def watch(self, output: Any) -> None:
