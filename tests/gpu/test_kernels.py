@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from apex.bench.selftest.ops import CHECKED
-from apex.kernels.inspect import finding
+
 from apex.ops import _runtime
+from apex.selftest.ops import CHECKED
 from tests.gpu import tasks
 from tests.gpu.worker import call
 from tests.kernels.operations import lists
@@ -23,6 +23,7 @@ from tests.tolerance import (
     assert_close_to_largest,
     assert_same_training,
 )
+from tools.kernels import finding
 
 OPERATIONS = dict(lists())
 LEVELS = {"O1": torch.float16, "O2": torch.float16, "O5": torch.bfloat16}

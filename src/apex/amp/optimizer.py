@@ -207,7 +207,7 @@ class OptimizerState:
             self._after_step(copied=copied)
         return result
 
-    def _read(self, passes: list[Pass], *, is_new: bool) -> overflows.Report | None:
+    def _read(self, passes: list[Pass], *, is_new: bool) -> overflows.SkippedStep | None:
         """Let the host decide whether to skip, and tell a watch before gradients are freed.
 
         A watch has seen what is not ``is_new``: gradients of a step that was skipped before.
@@ -363,7 +363,7 @@ class OptimizerState:
         if not self._is_stepping and not self._inner_is_skipped:
             self._after_step(copied=False)
 
-    def _skip(self, report: overflows.Report, passes: list[Pass], *, is_fused: bool) -> None:
+    def _skip(self, report: overflows.SkippedStep, passes: list[Pass], *, is_fused: bool) -> None:
         self.overflow.log(report)
         # Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too.
         optimizer: Any = self._optimizer()

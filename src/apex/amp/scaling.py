@@ -61,11 +61,11 @@ def scale_loss(
     The step of an optimizer that was not given raises a ``RuntimeError`` if the pass has written
     its gradients, which nothing unscales, and they were not cleared.
     """
-    return _Block(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
+    return _ScaledLoss(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
 
 
 @dataclass(eq=False)
-class _Block(contextlib.AbstractContextManager[torch.Tensor]):
+class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
     """What :func:`scale_loss` returns; errors are raised where the block begins."""
 
     loss: Any
@@ -247,4 +247,6 @@ def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Los
 
 # In a compiled step these run as they are: traced, ten steps of a perceptron with the back end
 # "eager" took 32 s instead of 5, in 141 frames instead of 6.
-skip_frames(_Block.__enter__, _Block.__exit__, OptimizerState.step, OptimizerState.zero_grad)
+skip_frames(
+    _ScaledLoss.__enter__, _ScaledLoss.__exit__, OptimizerState.step, OptimizerState.zero_grad
+)

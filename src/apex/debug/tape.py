@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 from apex.debug.calls import (
     Call,
-    Outcome,
     Replay,
+    ReplayResult,
     as_it_was,
     random_states,
     set_random_states,
@@ -118,37 +118,39 @@ class Tape:
             yield from self.earlier._all()
         yield self
 
-    def run(self, replay: Replay, factor: float = 1.0) -> Outcome:
+    def run(self, replay: Replay, factor: float = 1.0) -> ReplayResult:
         """Run all again, forward and backward, at ``factor`` times the loss scale."""
-        outcome, self.prepared = Outcome(), 0
+        result, self.prepared = ReplayResult(), 0
         made: dict[int, torch.Tensor] = {}  # by the id of a reference, or of a tensor that is kept
         for tape in self._all():
             made.update({key: one.clone() for key, one in tape.before.items()})
             set_random_states(tape.random)
             for item in tape.items:
-                self._run(item, made, outcome)
+                self._run(item, made, result)
         losses = [ref for tape in self._all() for ref in tape.losses]
         for number, ref in enumerate(losses, 1):
-            now = outcome.loss = made[id(ref)]
+            now = result.loss = made[id(ref)]
             if now.requires_grad:
                 pair = (now if factor == 1.0 else now * factor, torch.ones_like(now))
-                replay.backward(outcome, [pair], [], keep=number < len(losses))
-        return outcome
+                replay.backward(result, [pair], [], keep=number < len(losses))
+        return result
 
-    def _run(self, item: Noted | Forward, made: dict[int, torch.Tensor], outcome: Outcome) -> None:
+    def _run(
+        self, item: Noted | Forward, made: dict[int, torch.Tensor], result: ReplayResult
+    ) -> None:
         if isinstance(item, Noted):
             self._at(item)
             args, kwargs = tree_map(lambda one: made.get(id(one), one), (item.args, item.kwargs))
             now = tensors_of(item.function(*args, **kwargs))
             self._at(None)
         else:
-            if self.trace is not None and not outcome.outputs:
+            if self.trace is not None and not result.outputs:
                 self.prepared = self.trace.count
             call = item.call
             with as_it_was(call):
                 args, kwargs = tree_map(lambda one: self._now(one, made), (call.args, call.kwargs))
                 now = tensors_in(call.model(*args, **kwargs))
-            outcome.outputs.append(now)
+            result.outputs.append(now)
         made.update({id(ref): one for ref, one in zip(item.results, now, strict=False)})
 
     def _now(self, leaf: Any, made: dict[int, torch.Tensor]) -> Any:

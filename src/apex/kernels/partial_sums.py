@@ -3,13 +3,9 @@
 Always in the same order, so that a sum is repeated bit for bit.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
-
-from apex.kernels.inspect.case import Case, launched, meta
 
 # As the definition in plain PyTorch computes: multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -72,13 +68,3 @@ def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False
         partial, firsts, out, SUMS=sums, LARGEST=largest, BLOCK=PARTIALS, **OPTIONS
     )
     return out
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected."""
-    narrow = {"partial_ptr": "one number for 8192 elements of the tensors"}
-    narrow |= {"firsts_ptr": "two numbers a tensor", "out_ptr": "one number a tensor"}
-    yield from launched(
-        lambda: summed(meta("fp32", 300, 1), meta("i64", 10)), "segment_sums", "fp32",
-        prefix="segment_kernel", narrow=narrow,
-    )  # fmt: skip

@@ -2,8 +2,8 @@
 
 An optimizer is a pure update (:mod:`apex.ops`) plus a class that says which numbers it has and
 passes columns (lists of tensors). ``step`` collects the parameters that have gradients. It splits
-them into buckets of one device and one set of dtypes, and calls :meth:`FusedOptimizer._update` once
-for each: one kernel launch where Triton runs.
+them by device and set of dtypes, and calls :meth:`FusedOptimizer._update` once for each part: one
+kernel launch where Triton runs.
 
 **Skipping without waiting.** A tensor (``found_inf``, set by torch's ``GradScaler`` or by amp) says
 whether a gradient is not finite. On a CPU the step reads it, which costs nothing. On a device the
@@ -28,9 +28,9 @@ from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.storage import ScaledStep, StepOptions
-from apex.optimizers._buckets import (
-    Bucket,
+from apex.optimizers._launches import (
     GroupGrads,
+    Launch,
     SplitArguments,
     count_steps,
     counted,
@@ -73,7 +73,7 @@ class FusedOptimizer(StatefulOptimizer):
             float64 tensor, has the negative bit, or is a ``Partial`` DTensor.
     """
 
-    # How one bucket is stepped, and the type of the numbers of that.
+    # How one launch is stepped, and the type of the numbers of that.
     _algorithm: Callable[[Any, Any, StepOptions], Phases | None]
     _numbers: Any
 
@@ -261,32 +261,32 @@ class FusedOptimizer(StatefulOptimizer):
     def _updates(
         self,
         together: Sequence[list[GroupGrads]],
-        buckets: Iterable[tuple[int, Bucket]],
+        launches: Iterable[tuple[int, Launch]],
         options: StepOptions,
     ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
-        """Count the step and update each bucket; yields its parameters, and the rest to be done."""
+        """Count the step and update each launch; yields its parameters, and the rest to be done."""
         noop = options.noop
         counters = None
         if self._counts_steps:
             elsewhere = self._partition and self._partition.device
             counters = count_steps(self._counted_groups(), noop, elsewhere)
         everywhere: dict[torch.device, StepOptions] = {}
-        for number, bucket in buckets:
-            device = bucket.device
+        for number, launch in launches:
+            device = launch.device
             if device not in everywhere:
                 everywhere[device] = options._replace(
                     factor=_on(options.factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                 )
             here = everywhere[device]
-            if bucket.extra is not None:
-                here = here._replace(extra=bucket.extra)
+            if launch.extra is not None:
+                here = here._replace(extra=launch.extra)
             group = together[number][0].group
             if self._state_form == "8bit":
-                here = here._replace(held=self._held(bucket, self._slots_of(group)))
+                here = here._replace(held=self._held(launch, self._slots_of(group)))
             if counters is not None:
-                group = counted(together[number], bucket, counters)
-            yield bucket.params, self._update(group, bucket, here)
+                group = counted(together[number], launch, counters)
+            yield launch.params, self._update(group, launch, here)
 
     def _lists(
         self,
@@ -330,16 +330,16 @@ class FusedOptimizer(StatefulOptimizer):
         """What updates yield of each tensor, see :func:`apex.ops.lists.phases.finish_on_shards`."""
         return set()
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> Phases | None:
-        """Step one bucket, or return an update that does.
+    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> Phases | None:
+        """Step one launch, or return an update that does.
 
         Args:
             group: The numbers of a group, or of several whose numbers are equal. Its step is a
-                number, or :class:`apex.ops.updates.adam.StepCounts` where a device counts.
-            bucket: What is stepped.
+                number, or :class:`apex.ops.updates.adam.DeviceSteps` where a device counts.
+            launch: What is stepped.
             options: Scaling, skipping and storage.
         """
-        return self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
+        return self._algorithm(launch.columns, self._numbers_of(group, launch.device), options)
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device, kind: Any = None) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""

@@ -17,9 +17,9 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.columns import Column, are_contiguous, are_uniform, local_parts
 from apex.ops.lists.quantized import Held, absmax_shape
-from apex.optimizers._buckets import Bucket
 from apex.optimizers._checkpoint import SavedOptimizer
 from apex.optimizers._eight_bit import CODES, absmax_of, is_code, stored_as
+from apex.optimizers._launches import Launch
 
 _MASTERED = methodcaller("__contains__", "master_param")
 _SHAPE, _DTYPE, _GET_DEVICE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.get_device
@@ -226,12 +226,12 @@ class StatefulOptimizer(SavedOptimizer):
         shapes = [self.slot_shapes[slot] for slot in slots if slot in self.slot_shapes]
         return are_uniform([*alike, *others], *shapes)
 
-    def _held(self, bucket: Bucket, slots: Sequence[str]) -> tuple[Held, ...]:
-        """Which columns of a bucket are held in 8 bits."""
+    def _held(self, launch: Launch, slots: Sequence[str]) -> tuple[Held, ...]:
+        """Which columns of a launch are held in 8 bits."""
         found = []
         for number, slot in enumerate(slots, 2):
-            if bucket.columns[number][0].dtype == torch.uint8:
-                absmax = [self.state[param][absmax_of(slot)] for param in bucket.params]
+            if launch.columns[number][0].dtype == torch.uint8:
+                absmax = [self.state[param][absmax_of(slot)] for param in launch.params]
                 found.append(Held(number, CODES[slot], local_parts(absmax)))
         return tuple(found)
 

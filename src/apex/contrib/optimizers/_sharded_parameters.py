@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from apex.contrib.optimizers._sharded_gradients import Options, ShardedGradients, remove
+from apex.contrib.optimizers._sharded_gradients import ShardedGradients, Sharding, remove
 
 
 class ShardedParameters(ShardedGradients):
     """A sharded optimizer that gathers parameters."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Sharding) -> None:
         self._called = weakref.WeakSet[torch.nn.Module]()  # modules, and those in them
         self._forward_hook: dict[int, Any] = {}  # of all modules; none or one
         self._state_hooks: dict[int, Any] = {}  # of ``state_dict``, by the id of a module

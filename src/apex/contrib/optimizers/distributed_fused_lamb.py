@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from apex.contrib.optimizers._sharded import known
-from apex.contrib.optimizers._sharded_gradients import Options
+from apex.contrib.optimizers._sharded_gradients import Sharding
 from apex.contrib.optimizers._sharded_state import SavedShards
 from apex.ops.lists.columns import Scalar
 from apex.ops.lists.phases import finish_on_shards
@@ -118,7 +118,7 @@ class DistributedFusedLAMB(SavedShards):
             "weight_decay": weight_decay, "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }  # fmt: skip
-        options = Options(
+        options = Sharding(
             overlap_grad_sync=overlap_reductions,
             contiguous_param_buffer=set_param_views_to_flat_buffer,
         )

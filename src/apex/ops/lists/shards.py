@@ -54,13 +54,13 @@ class Piece(NamedTuple):
 class Sent(NamedTuple):
     """Gradients on their way."""
 
-    bucket: Bucket
+    bucket: ShardBucket
     work: Any
     shard: torch.Tensor
     flat: torch.Tensor
 
 
-class Bucket:
+class ShardBucket:
     """Some parameters with the gradients of a step.
 
     Args:
