@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,35 @@ def named_modules(model: torch.nn.Module, name: str = "") -> Iterator[tuple[str,
         is_inner = part == "_orig_mod" or (part == "module" and type(model).__name__ in _WRAPPERS)
         below = name if is_inner else f"{name}.{part}" if name else part
         yield from named_modules(child, below)
+
+
+def innermost(
+    model: torch.nn.Module, name: str, called: Collection[int], readers: Mapping[int, set[int]]
+) -> str | None:
+    """The innermost module at or around ``name`` that a policy can name; None if none.
+
+    Args:
+        model: The model, which cannot be named itself.
+        name: The name of a part of it.
+        called: The ids of the modules that a forward calls.
+        readers: Of each weight, by id, the ids of the modules that multiply with it.
+    """
+    modules = dict([*named_modules(model)][::-1])  # a wrapper, not what it wraps
+    while name:
+        inside = {id(one) for one in modules[name].modules()}
+        is_read_inside = all(
+            readers.get(id(p), set()) <= inside for p in modules[name].parameters()
+        )
+        is_shared = shared_weight(model, modules[name]) is not None
+        if id(modules[name]) in called and is_read_inside and not is_shared:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def write(path: str | os.PathLike[str], policy: Mapping[str, Any]) -> None:
+    """Write what :func:`read` reads."""
+    Path(path).write_text(json.dumps(policy, indent=2) + "\n", encoding="utf-8")
 
 
 def shared_weight(model: torch.nn.Module, module: torch.nn.Module) -> str | None:

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from apex import _precision_policy as policies
+from apex._precision_policy import named_modules
 from apex.debug.tensors import plain
-from apex.debug.undisturbed import undisturbed
-from apex.debug.what_if.formats import FORMATS, Format
-from apex.debug.what_if.judging import Loss, Study
+from apex.debug.undisturbed import unchanged, undisturbed
+from apex.debug.what_if.formats import FORMATS
+from apex.debug.what_if.judging import LARGEST, Loss, Study
 from apex.debug.what_if.result import WhatIf
-from apex.debug.what_if.unchanged import unchanged
 from apex.debug.what_if.updates import Updates
-from apex.debug.what_if.verdicts import ENOUGH, layers_of, try_whole, unseen
+from apex.debug.what_if.verdicts import layers_of, unseen
 
 
 def what_if(
@@ -54,62 +53,35 @@ def what_if(
         ValueError: A format is unknown, the model is not in float32, there is no batch, or the loss
             or a gradient is not finite in float32.
     """
-    forms = _checked(model, loss, formats)
-    listed = list(islice(batches, limit))
-    if not listed:
-        raise ValueError("apex.debug.what_if: batches was empty; pass 8 or more")
-    model = plain(model)
-    modules = [model, *([loss] if isinstance(loss, torch.nn.Module) else [])]
-    with (
-        undisturbed(),
-        unchanged(modules),
-        torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        study = Study(model, loss, listed, forms)
-        updates = Updates(study.parameters, optimizer)
-        study.run(updates.step)
-        layers = layers_of(study)
-        if len(listed) >= ENOUGH:
-            try_whole(study, layers)
-        names = {id(module): name for name, module in policies.named_modules(model)}
-        ends = FORMATS["float16"].largest
-        large = {
-            names[i] or type(model).__name__: size
-            for i, size in study.ranges.outputs.items()
-            if size > ends
-        }
-        return WhatIf(
-            type(model).__name__, len(listed), [form.name for form in forms], layers, study.ranges,
-            updates.lost, updates.name, large, unseen(study),
-        )  # fmt: skip
-
-
-def _checked(model: Any, loss: Any, formats: Sequence[str]) -> list[Format]:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"apex.debug.what_if: model was {type(model).__name__}, not an nn.Module")
-    if not callable(loss):
-        raise TypeError(
-            f"apex.debug.what_if: loss was {type(loss).__name__}; it must be a function that takes "
-            "the model and a batch, and returns a scalar"
-        )
-    formats = [formats] if isinstance(formats, str) else list(formats)
     unknown = [one for one in formats if one not in FORMATS]
     if unknown or not formats:
         raise ValueError(
-            f"apex.debug.what_if: formats was {formats!r}; allowed are {', '.join(FORMATS)}"
+            f"apex.debug.what_if: formats was {formats!r}; a list of {', '.join(FORMATS)} is needed"
         )
-    for name, parameter in model.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"apex.debug.what_if: {name} has no shape yet (a lazy module). Run one forward "
-                "first."
-            )
-        if parameter.is_floating_point() and parameter.dtype != torch.float32:
-            raise ValueError(
-                f"apex.debug.what_if: {name} is {parameter.dtype}, and formats are compared with "
-                "float32. Call it before amp.initialize, on a model in float32."
-            )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("apex.debug.what_if: no parameter of the model requires a gradient")
-    return [FORMATS[one] for one in dict.fromkeys(formats)]
+    if not isinstance(model, torch.nn.Module) or not callable(loss):
+        raise TypeError(
+            f"apex.debug.what_if: model was {type(model).__name__} and loss {type(loss).__name__}; "
+            "they must be an nn.Module and a function of it and a batch"
+        )
+    listed, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(formats)]
+    wrong = [f"{n} is {p.dtype}" for n, p in model.named_parameters() if p.dtype != torch.float32]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if wrong or not trained or not listed:
+        no = "batches was empty" if trained else "no weight of the model requires a gradient"
+        raise ValueError(
+            f"apex.debug.what_if: {wrong[0] if wrong else no}; pass a model in float32 that trains "
+            "(before amp.initialize), and 8 batches or more"
+        )
+    model = plain(model)
+    modules = [one for one in (model, loss) if isinstance(one, torch.nn.Module)]
+    stance = torch.compiler.set_stance("force_eager")
+    with undisturbed(), unchanged(modules), torch.enable_grad(), stance:
+        study = Study(model, loss, listed, forms)
+        updates = Updates(study.parameters, optimizer)
+        study.run(updates.step)
+        layers, sizes = layers_of(study), study.ranges.outputs
+        named = {id(one): name or type(model).__name__ for name, one in named_modules(model)}
+        large = {named[i]: size for i, size in sizes.items() if size > LARGEST}
+        names, missed = [form.name for form in forms], unseen(study)
+    found = (layers, study.ranges, updates.name, updates.lost, large, missed)
+    return WhatIf(type(model).__name__, len(listed), names, *found)

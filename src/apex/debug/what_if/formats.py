@@ -8,7 +8,6 @@ its largest magnitude becomes theirs; loss scales exist for float16 alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
@@ -38,38 +37,27 @@ class Format:
     gradient: torch.dtype
     safe: float
     look: float
-    others: str
-
-    @property
-    def largest(self) -> float:
-        """The largest number of the results."""
-        return torch.finfo(self.result).max
-
-    @property
-    def needs_scale(self) -> bool:
-        """Whether a training in it scales the loss."""
-        return self.name == "float16"
+    others: str = "float32"
 
 
-_16 = {"safe": 0.999, "look": 0.99, "others": "float32"}
 _HALF, _BRAIN = torch.float16, torch.bfloat16
 FORMATS = {
-    "float16": Format("float16", _HALF, _HALF, _HALF, **_16),  # type: ignore[arg-type]
-    "bfloat16": Format("bfloat16", _BRAIN, _BRAIN, _BRAIN, **_16),  # type: ignore[arg-type]
-    "e4m3": Format("e4m3", *(_8_BITS[0], _BRAIN, _8_BITS[1]), 0.98, 0.93, "bfloat16"),
+    "float16": Format("float16", _HALF, _HALF, _HALF, 0.999, 0.99),
+    "bfloat16": Format("bfloat16", _BRAIN, _BRAIN, _BRAIN, 0.999, 0.99),
+    "e4m3": Format("e4m3", E4M3, _BRAIN, E5M2, 0.98, 0.93, "bfloat16"),
 }
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` rounded to ``dtype``, in float32. e4m3 saturates at 448; the others overflow to inf."""
-    if dtype == torch.float8_e4m3fn:  # older releases of torch give NaN beyond 448
+    if dtype == E4M3:  # older releases of torch give NaN beyond 448
         x = x.clamp(-448.0, 448.0)
     return x.to(dtype).float()
 
 
 def _round_by_size(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` rounded to ``dtype``, 8-bit ones with a scale for the tensor."""
-    if dtype not in _8_BITS or x.numel() == 0:
+    if dtype not in (E4M3, E5M2) or x.numel() == 0:
         return rounded(x, dtype)
     scale = torch.finfo(dtype).max / x.abs().amax().clamp(min=1e-30)
     return rounded(x * scale, dtype) / scale
@@ -82,27 +70,25 @@ class _Rounded(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, there: torch.dtype, back: torch.dtype, scale: float
     ) -> torch.Tensor:
-        ctx.back, ctx.scale = back, scale
+        ctx.back, ctx.scale = back, scale if back == torch.float16 else 1.0
         return _round_by_size(x, there)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if gradient.layout != torch.strided:  # of an embedding with sparse=True
             gradient = gradient.to_dense()
-        if ctx.scale == 1.0:
-            return _round_by_size(gradient, ctx.back), None, None, None
         return _round_by_size(gradient * ctx.scale, ctx.back) / ctx.scale, None, None, None
 
 
-_rounds: Any = _Rounded.apply  # torch has no types for it
+_round: Any = _Rounded.apply  # torch has no types for it
 
+_ATTENTION = "scaled_dot_product_attention"
 _PRODUCTS = {
     *("addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul", "conv1d", "conv2d"),
     *("conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "dot"),
     *("einsum", "embedding", "embedding_bag", "gru", "gru_cell", "inner", "linalg_multi_dot"),
     *("linear", "lstm", "lstm_cell", "matmul", "mm", "multi_head_attention_forward", "mv"),
-    *("rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "scaled_dot_product_attention"),
-    *("tensordot", "vdot", "__matmul__", "__rmatmul__"),
+    *("rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "tensordot", "vdot", _ATTENTION),
 }
 
 
@@ -111,8 +97,12 @@ def is_product(function: Any, kwargs: dict[str, Any]) -> bool:
     return getattr(function, "__name__", "") in _PRODUCTS and kwargs.get("out") is None
 
 
-def is_floating(leaf: Any) -> bool:
-    """Whether a leaf of the arguments of a product is a float32 tensor."""
+def floating(tree: Any) -> list[torch.Tensor]:
+    """The float32 tensors in nested containers."""
+    return [leaf for leaf in tree_flatten(tree)[0] if _is_floating(leaf)]
+
+
+def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
 
 
@@ -121,17 +111,14 @@ def is_bias(leaf: Any) -> bool:
     return isinstance(leaf, torch.nn.Parameter) and leaf.dim() <= 1
 
 
-def masks_of(function: Any, args: Any, kwargs: dict[str, Any]) -> set[int]:
-    """The ids of the masks of an attention, which may be infinite and are not multiplied."""
-    found = [kwargs.get("attn_mask"), kwargs.get("key_padding_mask")]
-    if getattr(function, "__name__", "") == "scaled_dot_product_attention":
-        found += args[3:4]
-    return {id(one) for one in found if one is not None}
+def operands(function: Any, args: Any, kwargs: dict[str, Any]) -> set[int]:
+    """The ids of float32 tensors that are multiplied or added; masks, with their infs, are not."""
+    masks = [kwargs.get("attn_mask"), kwargs.get("key_padding_mask")]
+    masks += args[3:4] if getattr(function, "__name__", "") == _ATTENTION else ()
+    return {id(one) for one in floating((args, kwargs))} - {id(one) for one in masks}
 
 
-def product(
-    form: Format, scale: float, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Any:
+def product(form: Format, scale: float, function: Any, args: Any, kwargs: Any) -> Any:
     """Call a product of torch on float32 tensors as if it computed in a format.
 
     Args:
@@ -141,17 +128,14 @@ def product(
         args: Its arguments.
         kwargs: Those by name.
     """
-    scale, masks = scale if form.needs_scale else 1.0, masks_of(function, args, kwargs)
+    ids = operands(function, args, kwargs)
 
     def operand(leaf: Any) -> Any:
-        if not is_floating(leaf) or id(leaf) in masks:
-            return leaf
-        return _rounds(leaf, form.result if is_bias(leaf) else form.operand, form.result, scale)
+        to = form.result if is_bias(leaf) else form.operand
+        return _round(leaf, to, form.result, scale) if id(leaf) in ids else leaf
 
     def result(leaf: Any) -> Any:
-        if not is_floating(leaf):
-            return leaf
-        return _rounds(leaf, form.result, form.gradient, scale)
+        return _round(leaf, form.result, form.gradient, scale) if _is_floating(leaf) else leaf
 
     leaves, spec = tree_flatten((args, kwargs))
     args, kwargs = tree_unflatten([operand(leaf) for leaf in leaves], spec)
@@ -171,9 +155,7 @@ class InFormat(TorchFunctionMode):
         super().__init__()
         self.form, self.scale, self.chosen, self.count = form, scale, chosen, 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Round what goes in and comes out of the products that are chosen."""
         kwargs = kwargs or {}
         if not is_product(func, kwargs):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apex._precision_policy import MARK, VERSION
+from apex._precision_policy import MARK, VERSION, write
 from apex.debug.what_if.formats import FORMATS
 from apex.debug.what_if.judging import Ranges
-from apex.debug.what_if.verdicts import ENOUGH, LOOK, NOT_DECIDED, NOT_SAFE, OUTSIDE, SAFE, Layer
+from apex.debug.what_if.verdicts import ENOUGH, LOOK, NOT_DECIDED, NOT_SAFE, SAFE, Layer
 
+# Okabe and Ito's, which colour-blind readers can tell apart; the words are in the legend.
+COLOURS = {SAFE: "#56B4E9", LOOK: "#F0E442", NOT_SAFE: "#D55E00", NOT_DECIDED: "#CCCCCC"}
 SHOWN = 4  # names in a sentence
 
 
@@ -27,8 +29,8 @@ class WhatIf:
         formats: The names of the formats.
         layers: Modules with products of their own, see :class:`Layer`.
         ranges: Largest magnitudes, see :class:`Ranges`.
+        optimizer: Whose updates ``lost`` is about.
         lost: Of each 16-bit type the share of updates that weights in it would lose.
-        optimizer: Whose updates these are.
         large: Modules that give what float16 cannot hold, with the largest magnitude.
         unseen: Modules with a weight matrix that no product has multiplied which was seen.
     """
@@ -38,122 +40,84 @@ class WhatIf:
     formats: list[str]
     layers: list[Layer]
     ranges: Ranges
-    lost: dict[str, float]
     optimizer: str
-    large: dict[str, float] = field(default_factory=dict)
-    unseen: list[str] = field(default_factory=list)
-
-    @property
-    def loss_scale(self) -> float:
-        """The largest power of two under which no gradient of the batches overflows float16."""
-        return self.ranges.scale
+    lost: dict[str, float]
+    large: dict[str, float]
+    unseen: list[str]
 
     def states(self, form: str, state: str) -> list[Layer]:
         """The layers with one verdict on a format."""
         return [one for one in self.layers if one.verdicts[form].state == state]
 
-    # -- the text ----------------------------------------------------------------------------------
-
     @property
     def answer(self) -> str:
         """A few sentences: each format, then what else decides between levels."""
+        scale = f"float16 needs a loss scale of at most 2**{math.log2(self.ranges.scale):.0f}"
         if self.batches < ENOUGH:
-            ranges = f"float16 would need a loss scale of at most {_power(self.loss_scale)}."
-            ranges = ranges if "float16" in self.formats else ""
             text = f"Not decided: {self.batches} batches were seen, and {ENOUGH} are needed."
-            return f"{text} {ranges}".strip()
-        by_name = {"float16": self._float16, "bfloat16": self._bfloat16, "e4m3": self._e4m3}
-        order = [one for one in ("bfloat16", "float16", "e4m3") if one in self.formats]
-        sentences = [by_name[one]() for one in order]
+            return f"{text} {scale}." if "float16" in self.formats else text
+        parts = []
+        if "bfloat16" in self.formats:
+            parts.append(f"bfloat16 {self._needs('bfloat16') or 'everywhere is safe'}.")
+        if "float16" in self.formats:
+            needs = self._needs("float16").removeprefix("needs ")
+            parts.append(f"{scale}{f' and {needs}' if needs else '; every layer is safe then'}.")
         if "float16" in self.formats and self.large:
             name, size = max(self.large.items(), key=lambda item: item[1])
-            sentences.append(
-                f"At O2 what passes between modules is float16 as well, and `{name}` gives "
-                f"{size:.2g}: use O1, O4 or O5."
-            )
-        return " ".join([*sentences, self._updates()])
+            between = f"At O2 what passes between modules is float16 as well, and `{name}` gives"
+            parts.append(f"{between} {size:.2g}: use O1, O4 or O5.")
+        parts += [self._e4m3()] if "e4m3" in self.formats else []
+        shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
+        lost = f"If weights had 16 bits (O3), updates of {self.optimizer} would be lost: {shares}"
+        return " ".join([*parts, f"{lost}; with masters (O2, O5) none."])
 
-    def _bfloat16(self) -> str:
-        suspects = self._suspects("bfloat16")
-        return f"bfloat16 {suspects}." if suspects else "bfloat16 everywhere is safe."
-
-    def _float16(self) -> str:
-        scale = f"float16 needs a loss scale of at most {_power(self.loss_scale)}"
-        suspects = self._suspects("float16").removeprefix("needs ")
-        if not suspects:
-            return f"{scale}; every layer is safe then."
-        return f"{scale} and {suspects}."
-
-    def _suspects(self, form: str) -> str:
+    def _needs(self, form: str) -> str:
         """What a 16-bit format needs, as the end of a sentence; empty if it needs nothing."""
         bad, look = self.states(form, NOT_SAFE), self.states(form, LOOK)
-        text = ""
-        if bad:
-            text = f"needs {_names(bad)} in float32: {bad[0].verdicts[form].why}"
-            kept = {one.name: one.keep for one in bad}
-            others = [one.shown for one in bad if one.keep is None]
-            around = [
-                f"`{keep}` for `{name}`" for name, keep in kept.items() if keep not in (None, name)
-            ]
-            text += f" (a policy names {', '.join(around)})" if around else ""
-            text += f" (no policy can name {', '.join(others)})" if others else ""
+        text = f"needs {_names(bad)} in float32: {bad[0].verdicts[form].why}" if bad else ""
+        for one in bad:
+            if one.keep is None:
+                text += f" (no policy can name {_names([one])})"
+            elif one.keep != one.name:
+                text += f" (a policy names `{one.keep}` for `{one.name}`)"
         if look:
-            text += f"{'; ' if bad else 'everywhere is safe, but '}look at {_names(look)}"
+            text += f"{'; ' if bad else 'is safe but for what to '}look at {_names(look)}"
         return text
 
     def _e4m3(self) -> str:
+        safe, look, bad = (self.states("e4m3", one) for one in (SAFE, LOOK, NOT_SAFE))
         noun = "linear layers" if {one.kind for one in self.layers} == {"Linear"} else "layers"
-        safe, look, bad = (len(self.states("e4m3", one)) for one in (SAFE, LOOK, NOT_SAFE))
-        if safe == len(self.layers):
-            return f"e4m3: all {safe} {noun} are safe."
-        text = f"e4m3: {safe} of {len(self.layers)} {noun} are safe"
-        text += f", look at {look}" if look else ""
-        if bad:
-            names = _names(self.states("e4m3", NOT_SAFE))
-            text += f", {bad} {'is' if bad == 1 else 'are'} not: {names}"
-        return f"{text}."
-
-    def _updates(self) -> str:
-        shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
-        return (
-            f"If the weights themselves had 16 bits (O3), updates of {self.optimizer} would be "
-            f"lost: {shares}; masters (O2, O5) lose none."
-        )
+        text = f"e4m3: {len(safe)} of {len(self.layers)} {noun} are safe"
+        text += f", look at {len(look)}" if look else ""
+        text += f", {len(bad)} {'is' if len(bad) == 1 else 'are'} not" if bad else ""
+        return text + (f": {_names(bad)}." if bad else ".")
 
     def table(self) -> str:
         """Layer by format: the verdict and the worst cosine, or inf."""
         rows = [["layer", "kind", *self.formats]]
-        rows += [
-            [one.name or "(the model)", one.kind, *(_cell(one, form) for form in self.formats)]
-            for one in self.layers
-        ]
+        for one in self.layers:
+            cells = [f"{v.state} {v.number}" for v in map(one.verdicts.get, self.formats) if v]
+            rows.append([one.name or "(the model)", one.kind, *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def reasons(self) -> str:
         """A line for each suspect, then ranges and what was not seen."""
-        lines = [
-            line for form in self.formats for one in self.layers if (line := _reason(one, form))
-        ]
-        lines.append(
-            f"Largest: weight {self.ranges.weight:.2g}, product "
-            f"{max(self.ranges.products.values(), default=0.0):.2g}, output of a module "
-            f"{max(self.ranges.outputs.values(), default=0.0):.2g}, gradient "
-            f"{self.ranges.gradient:.2g}, loss {self.ranges.loss:.3g}."
-        )
+        suspects = [(form, one) for form in self.formats for one in self.layers]
+        lines = [_reason(one, form) for form, one in suspects if one.verdicts[form].why]
+        product, output = (max(d.values()) for d in (self.ranges.products, self.ranges.outputs))
+        sizes = f"product {product:.2g}, output {output:.2g}, gradient {self.ranges.gradient:.2g}"
+        lines.append(f"Largest: {sizes}, loss {self.ranges.loss:.3g}.")
         if "float16" in self.formats:
-            lost, total = (sum(column) for column in zip(*self.ranges.small, strict=True))
-            share = f"{lost / max(total, 1):.2%} of the gradients of products zero"
-            lines.append(f"At a loss scale of {_power(self.loss_scale)} float16 makes {share}.")
+            lost, total = map(sum, zip(*self.ranges.small, strict=True))
+            share = f"{lost / max(total, 1):.2%} of the gradients of products become zero"
+            lines.append(f"In float16, at a loss scale of {self.ranges.scale:g}, {share}.")
         if self.unseen:
-            lines.append(f"Not seen: the weights of {', '.join(self.unseen)}.")
+            lines.append(f"Not seen: products with the weights of {', '.join(self.unseen)}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return f"{self.answer}\n\n{self.table()}\n\n{self.reasons()}"
-
-    # -- files -------------------------------------------------------------------------------------
 
     def policy(self) -> dict[str, Any]:
         """What ``amp.initialize(..., policy=...)`` takes: the layers that are not safe.
@@ -162,58 +126,58 @@ class WhatIf:
             ValueError: There were too few batches to decide.
         """
         if self.batches < ENOUGH:
-            raise ValueError(
-                f"apex.debug.what_if: {self.batches} batches decide nothing, so there is no "
-                f"policy. Pass {ENOUGH} or more."
-            )
+            raise ValueError(f"apex.debug.what_if: a policy needs {ENOUGH} batches or more")
         formats: dict[str, dict[str, Any]] = {}
         for form in self.formats:
             names = [one.keep for one in self.states(form, NOT_SAFE) if one.keep is not None]
-            scale = {"loss_scale": self.loss_scale} if FORMATS[form].needs_scale else {}
+            scale = {"loss_scale": self.ranges.scale} if form == "float16" else {}
             formats[form] = {**scale, "modules": dict.fromkeys(names, FORMATS[form].others)}
         return {MARK: VERSION, "model": self.model, "batches": self.batches, "formats": formats}
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`policy` as JSON."""
-        Path(path).write_text(json.dumps(self.policy(), indent=2) + "\n", encoding="utf-8")
+        write(path, self.policy())
 
     def plot(self, path: str | Path) -> None:
         """Draw layers by formats into a PNG, SVG or PDF file; needs matplotlib."""
-        from apex.debug.what_if.plot import draw
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib")
+        from matplotlib.figure import Figure
 
-        draw(self, Path(path))
-
-
-def _power(scale: float) -> str:
-    return f"2**{round(math.log2(scale))}"
+        rows, columns = self.layers, self.formats
+        figure = Figure((2.4 + 1.3 * len(columns), 1.4 + 0.26 * len(rows)), layout="constrained")
+        axes, shown = figure.subplots(), dict[str, Any]()
+        for y, layer in enumerate(rows):
+            for x, form in enumerate(columns):
+                verdict = layer.verdicts[form]
+                colour = COLOURS[verdict.state]
+                shown[verdict.state] = axes.barh(y, 0.97, 0.94, x, color=colour)
+                axes.text(x + 0.48, y, verdict.number, ha="center", va="center", fontsize=8)
+        axes.set(ylim=(len(rows) - 0.5, -0.5), frame_on=False)
+        axes.set_xticks([x + 0.48 for x in range(len(columns))], columns)
+        axes.set_yticks(range(len(rows)), [one.name or one.kind for one in rows])
+        axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+        figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=4)
+        figure.suptitle(f"{self.model}: worst cosine to float32", fontsize=9)
+        figure.savefig(path, dpi=150)
 
 
 def _names(layers: Sequence[Layer]) -> str:
-    shown = [one.shown for one in layers[:SHOWN]]
-    more = len(layers) - len(shown)
-    if more:
-        return f"{', '.join(shown)} and {more} more"
+    shown = [f"`{one.name}`" if one.name else "the model's own products" for one in layers]
+    if len(shown) > SHOWN:
+        return f"{', '.join(shown[:SHOWN])} and {len(shown) - SHOWN} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
-
-
-def _cell(layer: Layer, form: str) -> str:
-    verdict = layer.verdicts[form]
-    return f"{verdict.state} {'inf' if verdict.score.inf else f'{verdict.score.cosine:.4f}'}"
 
 
 def _reason(layer: Layer, form: str) -> str:
     verdict = layer.verdicts[form]
-    if verdict.state in (SAFE, NOT_DECIDED):
-        return ""
-    text = f"{form}, {layer.name or layer.kind}: {verdict.state}, {verdict.why}."
+    text = f"{form}, {layer.name or layer.kind}: {verdict.state}, {verdict.why} (batch "
+    text += f"{verdict.batch})."
     if verdict.score.subnormal >= 0.01:
         text += f" {verdict.score.subnormal:.0%} of it is subnormal."
-    if layer.keep is None and layer.name != OUTSIDE:
-        text += " Its weight is shared, or it is the model itself: no policy can name it."
     if form in layer.whole:
         exact, loss, middle = layer.whole[form]
-        text += f" Alone in {form} in the first batch: loss {exact:.4g} -> {loss:.4g}"
-        if math.isfinite(loss):
-            text += f", median cosine of the weights' gradients {middle:.3f}"
-        text += "."
+        text += f" Alone in {form}: loss {exact:.4g} -> {loss:.4g}"
+        gradients = f", median cosine of the weights' gradients {middle:.3f}"
+        text += f"{gradients if math.isfinite(loss) else ''}."
     return text

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -15,11 +15,10 @@ from apex.debug.what_if.judging import Score, Study, cosine
 SAFE, LOOK, NOT_SAFE, NOT_DECIDED = "safe", "look", "not safe", "not decided"
 ENOUGH = 8  # batches
 OUTSIDE = "(outside of modules)"
-SUSPECTS = 8  # of a format that are tried in the whole model
+SUSPECTS = 8  # of a format, the worst, that are tried in the whole model
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """On one layer in one format.
 
     Attributes:
@@ -32,7 +31,12 @@ class Verdict:
     state: str
     score: Score
     batch: int
-    why: str = ""
+    why: str
+
+    @property
+    def number(self) -> str:
+        """The worst cosine, for a table."""
+        return "inf" if self.score.inf else f"{self.score.cosine:.4f}"
 
 
 @dataclass
@@ -42,117 +46,78 @@ class Layer:
     Attributes:
         name: As in ``named_modules()``, without what compile and wrappers add.
         kind: The class of the module.
-        keep: The module that a policy names to keep this one out of a format, or why none can be:
-            itself, or the nearest around it that was called and shares no weight with the rest.
-        whole: Of a suspect in a format, alone in it, in the whole model: the loss in float32 and
-            then, and the median cosine of the gradients of the parameters.
+        keep: The module that a policy names to keep this one out of a format: itself, or the
+            nearest around it that was called and whose weights nobody else has or reads; else None.
+        whole: Of a suspect, alone in its format in the whole model and the first batch: the loss in
+            float32, the loss, and the median cosine of the gradients of weight matrices.
     """
 
     name: str
     kind: str
     keep: str | None
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, Verdict]
     whole: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-
-    @property
-    def shown(self) -> str:
-        """The name for a sentence."""
-        return f"`{self.name}`" if self.name else f"the {self.kind} itself"
 
 
 def layers_of(study: Study) -> list[Layer]:
     """The layers in the order of the model, with their verdicts."""
     known = {key for scores in study.scores.values() for one in scores for key in one}
     found: list[Layer] = []
-    for name, module in policies.named_modules(study.model):
+    for name, module in (*policies.named_modules(study.model), (OUTSIDE, None)):
         if id(module) in known:
             known.discard(id(module))
-            layer = Layer(name, type(module).__name__, _keeper(study, name))
-            layer.verdicts = _verdicts(study, id(module))
-            found.append(layer)
-    if None in known:
-        found.append(Layer(OUTSIDE, "function", None, _verdicts(study, None)))
+            verdicts = {form.name: _verdict(study, id(module), form) for form in study.forms}
+            called, readers = study.trace.called, study.trace.readers
+            keep = policies.innermost(study.model, "" if module is None else name, called, readers)
+            found.append(Layer(name, type(module).__name__, keep, verdicts))
+    if len(study.batches) >= ENOUGH:
+        _try_whole(study, found)
     return found
 
 
-def _verdicts(study: Study, key: int | None) -> dict[str, Verdict]:
-    return {form.name: _verdict(study, key, form) for form in study.forms}
-
-
-def _verdict(study: Study, key: int | None, form: Format) -> Verdict:
+def _verdict(study: Study, key: int, form: Format) -> Verdict:
     scores = [(one[key], b) for b, one in enumerate(study.scores[form.name]) if key in one]
     score, batch = min(scores, key=lambda pair: pair[0].cosine)
-    if len(study.batches) < ENOUGH:
-        return Verdict(NOT_DECIDED, score, batch)
     state = SAFE if score.cosine >= form.safe else LOOK if score.cosine >= form.look else NOT_SAFE
-    why = "" if state == SAFE else _why(study, key, form, score, batch)
+    state = NOT_DECIDED if len(study.batches) < ENOUGH else state
+    why = _why(study, key, form, score) if state in (LOOK, NOT_SAFE) else ""
     return Verdict(state, score, batch, why)
 
 
-def _why(study: Study, key: int | None, form: Format, score: Score, batch: int) -> str:
-    ends = f"{form.name} ends at {form.largest:g}"
-    result, operand = study.ranges.products.get(key, 0.0), study.ranges.operands.get(key, 0.0)
-    if score.inf and result > form.largest:
-        what = "scores reach" if study.is_attention(key) else "result reaches"
-        return f"its {what} {result:.2g}, {ends}"
-    if score.inf and operand > form.largest:
-        return f"its input or weight reaches {operand:.2g}, {ends}"
-    text = f"the cosine of its {score.result} to float32's is {score.cosine:.3f} (batch {batch})"
+def _why(study: Study, key: int, form: Format, score: Score) -> str:
+    ranges = study.ranges
+    is_attention = any(id(one.owner) == key and one.is_part for one in study.trace.pieces)
+    result = "scores reach" if is_attention else "result reaches"
+    for what, sizes in ((result, ranges.products), ("input or weight reaches", ranges.operands)):
+        if score.inf and sizes[key] > (largest := torch.finfo(form.result).max):
+            return f"its {what} {sizes[key]:.2g}, {form.name} ends at {largest:g}"
     if score.inf:
-        text = f"{score.inf:.1%} of its {score.result} is beyond {form.name} (batch {batch})"
+        return f"{score.inf:.1%} of its {score.result} is beyond {form.name}"
+    text = f"the cosine of its {score.result} to float32's is {score.cosine:.3f}"
     return text + (f", {score.zero:.0%} of it became zero" if score.zero >= 0.01 else "")
 
 
-def _keeper(study: Study, name: str) -> str | None:
-    """The innermost module at or around ``name`` that a policy can name."""
-    modules: dict[str, torch.nn.Module] = {}
-    for one, module in policies.named_modules(study.model):
-        modules.setdefault(one, module)
-    while name:
-        if _can_be_named(study, modules[name]):
-            return name
-        name = name.rpartition(".")[0]
-    return None
-
-
-def _can_be_named(study: Study, module: torch.nn.Module) -> bool:
-    """Whether it was called, and its weights are nobody else's and read by nobody else."""
-    inside = {id(one) for one in module.modules()}
-    readers = [study.trace.readers.get(id(p), set()) for p in module.parameters()]
-    was_called = id(module) in study.trace.called
-    return (
-        was_called
-        and all(one <= inside for one in readers)
-        and policies.shared_weight(study.model, module) is None
-    )
-
-
 def unseen(study: Study) -> list[str]:
-    """Modules that hold a weight matrix which no product that was seen has multiplied."""
+    """Modules with a weight matrix that no product has multiplied which was seen."""
     found = []
     for name, module in policies.named_modules(study.model):
         matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-        if any(id(p) not in study.trace.readers for p in matrices):
+        if not all(study.trace.readers[id(p)] for p in matrices):
             found.append(name or type(module).__name__)
-    return list(dict.fromkeys(found))
+    return found
 
 
-def try_whole(study: Study, layers: Sequence[Layer]) -> None:
+def _try_whole(study: Study, layers: list[Layer]) -> None:
     """Run the first batch with one suspect in its format, and the rest in float32."""
+    trace, exact = study.passed(0)
     ids = {name: id(module) for name, module in policies.named_modules(study.model)}
-    exact: Any = None
     for form in study.forms:
-        suspects = [one for one in layers if one.verdicts[form.name].state in (LOOK, NOT_SAFE)]
+        suspects = [one for one in layers if one.verdicts[form.name].why]
         suspects.sort(key=lambda one: one.verdicts[form.name].score.cosine)
         for layer in suspects[:SUSPECTS]:
-            exact = exact or study.passed(0)
-            numbers = study.trace.numbers.get(ids.get(layer.name), set())
-            chosen = InFormat(form, study.ranges.scale, numbers)
-            trace, gradients = study.passed(0, chosen)
-            cosines = [
-                cosine(a, b)
-                for a, b in zip(exact[1], gradients, strict=True)
-                if a is not None and b is not None and a.dim() > 1
-            ]
-            middle = sorted(cosines)[len(cosines) // 2] if cosines else 1.0
-            layer.whole[form.name] = (exact[0].loss, trace.loss, middle)
+            numbers = trace.numbers[ids.get(layer.name, id(None))]
+            found, gradients = study.passed(0, InFormat(form, study.ranges.scale, numbers))
+            both = zip(exact, gradients, strict=True)
+            pairs = [(a, b) for a, b in both if a is not None and b is not None and a.dim() > 1]
+            middle = statistics.median([cosine(a, b) for a, b in pairs] or [1.0])
+            layer.whole[form.name] = (trace.loss, found.loss, middle)
