@@ -75,9 +75,8 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if gradient.layout != torch.strided:  # of an embedding with sparse=True
-            gradient = gradient.to_dense()
-        return _round_by_size(gradient * ctx.scale, ctx.back) / ctx.scale, None, None, None
+        gradient = gradient.to_dense() * ctx.scale  # an embedding's may be sparse
+        return _round_by_size(gradient, ctx.back) / ctx.scale, None, None, None
 
 
 _round: Any = _Rounded.apply  # torch has no types for it

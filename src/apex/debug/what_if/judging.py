@@ -74,8 +74,8 @@ class Ranges:
         self.gradient = max(self.gradient, *map(float, sizes), 0.0)
         if not math.isfinite(sum(map(float, sizes), trace.loss)):
             raise ValueError(
-                "apex.debug.what_if: the loss or a gradient is not finite in float32; find the cause "
-                "by apex.debug.watch or apex debug SCRIPT"
+                "apex.debug.what_if: the loss or a gradient is not finite in float32; "
+                "apex.debug.watch and apex debug SCRIPT find the cause"
             )
 
     @property
@@ -154,7 +154,8 @@ class Study:
                 "give a tensor of one element that depends on the weights"
             )
         trace.loss = float(loss.detach())
-        return trace, torch.autograd.grad(loss.reshape(()), self.parameters, allow_unused=True)
+        found = torch.autograd.grad(loss.reshape(()), self.parameters, allow_unused=True)
+        return trace, [None if one is None else one.to_dense() for one in found]
 
     def _judged(self, forms: Sequence[Format]) -> list[tuple[str, dict[int, Score]]]:
         found: dict[str, dict[int, Score]] = {form.name: {} for form in forms}

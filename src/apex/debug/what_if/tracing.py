@@ -89,7 +89,7 @@ class Piece:
         for one, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
                 kind = "weight" if isinstance(one, torch.nn.Parameter) else "input"
-                found.append((f"{kind} gradient", gradient))
+                found.append((f"{kind} gradient", gradient.to_dense()))
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,11 +36,11 @@ class Updates:
                 for group in optimizer.param_groups
             ]
             self.optimizer = type(optimizer)(groups)  # without the hooks on the first
-            self.optimizer.load_state_dict(optimizer.state_dict())
+            self.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"apex.debug.what_if: the {self.name} cannot be made again from its param_groups and "
-                "its state_dict(), with copies of the model's weights; leave optimizer out"
+                f"apex.debug.what_if: the {self.name} cannot be made again for copies of the "
+                "model's weights, from param_groups and state_dict(); leave optimizer out"
             ) from error
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
