@@ -61,12 +61,13 @@ class Task:
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
     def loader(self, batch_size: int, seed: int) -> Iterator[Batch]:
-        """Give 100 batches of features that nobody has normalised; is the first half larger?"""
+        """Give 100 batches of features of 0 to 255, larger in one half of the words' widths."""
         random = torch.Generator().manual_seed(seed)
         for _ in range(100):
-            x = 255 * torch.rand(batch_size, WORDS, WIDTH, generator=random)
-            first, second = x.mean(1).chunk(2, dim=1)
-            yield x, (first.mean(1) > second.mean(1)).long()
+            x = 195 * torch.rand(batch_size, WORDS, WIDTH, generator=random)
+            y = torch.randint(2, (batch_size,), generator=random)
+            half = torch.arange(WIDTH) < WIDTH // 2
+            yield x + 60 * (half == y[:, None])[:, None], y
 
 
 def build(options: object) -> Task:

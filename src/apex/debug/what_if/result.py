@@ -81,7 +81,7 @@ class WhatIf:
             elif one.keep != one.name:
                 text += f" (a policy names `{one.keep}` for `{one.name}`)"
         if look:
-            text += f"{'; ' if bad else 'is safe but for what to '}look at {_names(look)}"
+            text += f"{'; ' if bad else 'is safe, but '}look at {_names(look)}"
         return text
 
     def _e4m3(self) -> str:
@@ -129,7 +129,8 @@ class WhatIf:
             raise ValueError(f"apex.debug.what_if: a policy needs {ENOUGH} batches or more")
         formats: dict[str, dict[str, Any]] = {}
         for form in self.formats:
-            names = [one.keep for one in self.states(form, NOT_SAFE) if one.keep is not None]
+            bad = [one.keep for one in self.states(form, NOT_SAFE) if one.keep is not None]
+            names = [one for one in bad if not any(one.startswith(f"{other}.") for other in bad)]
             scale = {"loss_scale": self.ranges.scale} if form == "float16" else {}
             formats[form] = {**scale, "modules": dict.fromkeys(names, FORMATS[form].others)}
         return {MARK: VERSION, "model": self.model, "batches": self.batches, "formats": formats}
