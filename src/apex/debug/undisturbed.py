@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,11 +86,12 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def unchanged(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def unchanged(*objects: Any) -> Iterator[None]:
     """Give modules back their attributes, and their parameters and buffers their values.
 
-    What is inside of other objects that they hold (a list that grows) is not known.
+    Objects that are no modules are left out. What is inside of other objects that they hold (a list that grows) is not known.
     """
+    modules = [one for one in objects if isinstance(one, torch.nn.Module)]
     every = {id(one): one for module in modules for one in module.modules()}.values()
     attributes = [(one, {**vars(one)}, {k: {**vars(one)[k]} for k in _TABLES}) for one in every]
     tensors = [(x, x.detach().clone()) for m in modules for x in (*m.parameters(), *m.buffers())]

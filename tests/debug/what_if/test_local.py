@@ -273,10 +273,10 @@ REFUSED = {
     "no tensor": ((network(), lambda m, b: 3.0, batches()), {}, TypeError, "gave a float"),
     "no batch": ((network(), loss, []), {}, ValueError, "batches was empty"),
     "half": ((network().half(), loss, batches()), {}, ValueError, "is torch.float16; pass a model"),
-    "frozen": ((FROZEN, loss, batches()), {}, ValueError, "no weight of the model requires"),
+    "frozen": ((FROZEN, loss, batches()), {}, ValueError, "no weight requires a gradient"),
     "autocast": ((network(), _under_autocast, batches()), {}, ValueError, "bfloat16 already"),
     "inf": ((network(), _infinite, batches()), {}, ValueError, "not finite in float32"),
-    "format": ((network(), loss, batches()), {"formats": ["fp8"]}, ValueError, "float16, bfloat16"),
+    "format": ((network(), loss, []), {"formats": ["fp8"]}, ValueError, "allowed: .'float16'"),
     "optimizer": (
         (network(), loss, batches()), {"optimizer": torch.optim.SGD(network().parameters(), 0.1)},
         TypeError, "SGD cannot be made again",

@@ -127,7 +127,7 @@ def test_the_policy_is_a_file_that_amp_takes(overflowing, tmp_path):
 def test_a_name_inside_of_a_name_is_left_out():
     result = what_if(network(factor=40.0), loss, batches(), formats=["e4m3"])
     result.layers[0].verdicts["e4m3"] = result.layers[3].verdicts["e4m3"]
-    result.layers[3].keep = "0"
+    result.layers[3] = result.layers[3]._replace(keep="0")
     assert result.policy()["formats"]["e4m3"]["modules"] == {"0": "bfloat16"}
     assert "(a policy names `0`" not in result.answer  # said of 16-bit formats
 

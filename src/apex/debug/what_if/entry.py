@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 
-from apex._precision_policy import named_modules
 from apex.debug.tensors import plain
 from apex.debug.undisturbed import unchanged, undisturbed
 from apex.debug.what_if.formats import FORMATS
-from apex.debug.what_if.judging import LARGEST, Loss, Study
+from apex.debug.what_if.judging import Loss, Study
 from apex.debug.what_if.result import WhatIf
 from apex.debug.what_if.updates import Updates
-from apex.debug.what_if.verdicts import layers_of, unseen
 
 
 def what_if(
@@ -53,11 +51,8 @@ def what_if(
         ValueError: A format is unknown, the model is not in float32, there is no batch, or the loss
             or a gradient is not finite in float32.
     """
-    unknown = [one for one in formats if one not in FORMATS]
-    if unknown or not formats:
-        raise ValueError(
-            f"apex.debug.what_if: formats was {formats!r}; a list of {', '.join(FORMATS)} is needed"
-        )
+    if not formats or not set(formats) <= set(FORMATS):
+        raise ValueError(f"apex.debug.what_if: formats was {formats!r}; allowed: {[*FORMATS]}")
     if not isinstance(model, torch.nn.Module) or not callable(loss):
         raise TypeError(
             f"apex.debug.what_if: model was {type(model).__name__} and loss {type(loss).__name__}; "
@@ -65,23 +60,16 @@ def what_if(
         )
     listed, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(formats)]
     wrong = [f"{n} is {p.dtype}" for n, p in model.named_parameters() if p.dtype != torch.float32]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if wrong or not trained or not listed:
-        no = "batches was empty" if trained else "no weight of the model requires a gradient"
+    wrong += [] if listed else ["batches was empty"]
+    if wrong or not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
-            f"apex.debug.what_if: {wrong[0] if wrong else no}; pass a model in float32 that trains "
-            "(before amp.initialize), and 8 batches or more"
+            f"apex.debug.what_if: {[*wrong, 'no weight requires a gradient'][0]}; pass a model in "
+            "float32 that trains (before amp.initialize), and 8 batches or more"
         )
     model = plain(model)
-    modules = [one for one in (model, loss) if isinstance(one, torch.nn.Module)]
     stance = torch.compiler.set_stance("force_eager")
-    with undisturbed(), unchanged(modules), torch.enable_grad(), stance:
+    with undisturbed(), unchanged(model, loss), torch.enable_grad(), stance:
         study = Study(model, loss, listed, forms)
         updates = Updates(study.parameters, optimizer)
         study.run(updates.step)
-        layers, sizes = layers_of(study), study.ranges.outputs
-        named = {id(one): name or type(model).__name__ for name, one in named_modules(model)}
-        large = {named[i]: size for i, size in sizes.items() if size > LARGEST}
-        names, missed = [form.name for form in forms], unseen(study)
-    found = (layers, study.ranges, updates.name, updates.lost, large, missed)
-    return WhatIf(type(model).__name__, len(listed), names, *found)
+        return WhatIf(study, updates)

@@ -8,8 +8,7 @@ its largest magnitude becomes theirs; loss scales exist for float16 alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,8 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """What products are rounded to, and how near their results have to be.
 
     Attributes:
@@ -40,18 +38,16 @@ class Format:
     others: str = "float32"
 
 
-_HALF, _BRAIN = torch.float16, torch.bfloat16
 FORMATS = {
-    "float16": Format("float16", _HALF, _HALF, _HALF, 0.999, 0.99),
-    "bfloat16": Format("bfloat16", _BRAIN, _BRAIN, _BRAIN, 0.999, 0.99),
-    "e4m3": Format("e4m3", E4M3, _BRAIN, E5M2, 0.98, 0.93, "bfloat16"),
+    "float16": Format("float16", *(torch.float16, torch.float16, torch.float16), 0.999, 0.99),
+    "bfloat16": Format("bfloat16", *(torch.bfloat16, torch.bfloat16, torch.bfloat16), 0.999, 0.99),
+    "e4m3": Format("e4m3", E4M3, torch.bfloat16, E5M2, 0.98, 0.93, "bfloat16"),
 }
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` rounded to ``dtype``, in float32. e4m3 saturates at 448; the others overflow to inf."""
-    if dtype == E4M3:  # older releases of torch give NaN beyond 448
-        x = x.clamp(-448.0, 448.0)
+    x = x.clamp(-448.0, 448.0) if dtype == E4M3 else x  # older releases of torch give NaN beyond
     return x.to(dtype).float()
 
 
@@ -157,9 +153,8 @@ class InFormat(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Round what goes in and comes out of the products that are chosen."""
         kwargs = kwargs or {}
-        if not is_product(func, kwargs):
-            return func(*args, **kwargs)
-        self.count += 1
-        if self.chosen is not None and self.count - 1 not in self.chosen:
-            return func(*args, **kwargs)
-        return product(self.form, self.scale, func, args, kwargs)
+        number, is_one = self.count, is_product(func, kwargs)
+        self.count += is_one
+        if is_one and (self.chosen is None or number in self.chosen):
+            return product(self.form, self.scale, func, args, kwargs)
+        return func(*args, **kwargs)

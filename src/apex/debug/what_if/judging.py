@@ -54,22 +54,20 @@ class Ranges:
     """
 
     def __init__(self) -> None:
-        self.products: dict[int, float] = defaultdict(float)
-        self.operands: dict[int, float] = defaultdict(float)
-        self.outputs: dict[int, float] = defaultdict(float)
+        self.products, self.operands, self.outputs = (defaultdict[int, float](float) for _ in "123")
         self.gradient = self.loss = 0.0
         self.small: list[tuple[int, int]] = []
 
     def note(self, trace: Trace, gradients: Gradients) -> None:
         """Add a pass, and the gradients of its parameters."""
         sizes = [largest(one) for one in gradients if one is not None]
+        noted = [(self.outputs, key, [size]) for key, size in trace.outputs]
         for piece in trace.pieces:
-            key = id(piece.owner)
-            self.products[key] = max(self.products[key], *map(float, piece.results), 0.0)
-            self.operands[key] = max(self.operands[key], *map(float, piece.operands), 0.0)
+            noted.append((self.products, id(piece.owner), piece.results))
+            noted.append((self.operands, id(piece.owner), piece.operands))
             sizes += map(largest, piece.gradients.values())
-        for key, size in trace.outputs:
-            self.outputs[key] = max(self.outputs[key], float(size))
+        for table, key, found in noted:
+            table[key] = max(table[key], *map(float, found), 0.0)
         self.loss = max(self.loss, abs(trace.loss))
         self.gradient = max(self.gradient, *map(float, sizes), 0.0)
         if not math.isfinite(sum(map(float, sizes), trace.loss)):
@@ -81,9 +79,7 @@ class Ranges:
     @property
     def scale(self) -> float:
         """The largest loss scale, a power of two, by which all gradients are finite in float16."""
-        if self.gradient == 0.0:
-            return LARGEST_SCALE
-        exponent = math.floor(math.log2(LARGEST / self.gradient))
+        exponent = math.floor(math.log2(LARGEST / max(self.gradient, 1e-30)))
         return float(min(2.0**exponent, LARGEST_SCALE))
 
 

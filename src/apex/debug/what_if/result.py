@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apex._precision_policy import MARK, VERSION, write
+from apex._precision_policy import MARK, VERSION, named_modules, write
+from apex.debug.what_if import verdicts
 from apex.debug.what_if.formats import FORMATS
-from apex.debug.what_if.judging import Ranges
+from apex.debug.what_if.judging import LARGEST, Study
+from apex.debug.what_if.updates import Updates
 from apex.debug.what_if.verdicts import ENOUGH, LOOK, NOT_DECIDED, NOT_SAFE, SAFE, Layer
 
 # Okabe and Ito's, which colour-blind readers can tell apart; the words are in the legend.
@@ -19,7 +20,6 @@ COLOURS = {SAFE: "#56B4E9", LOOK: "#F0E442", NOT_SAFE: "#D55E00", NOT_DECIDED: "
 SHOWN = 4  # names in a sentence
 
 
-@dataclass
 class WhatIf:
     """What :func:`apex.debug.what_if` returns; ``print`` shows all of it.
 
@@ -35,15 +35,14 @@ class WhatIf:
         unseen: Modules with a weight matrix that no product has multiplied which was seen.
     """
 
-    model: str
-    batches: int
-    formats: list[str]
-    layers: list[Layer]
-    ranges: Ranges
-    optimizer: str
-    lost: dict[str, float]
-    large: dict[str, float]
-    unseen: list[str]
+    def __init__(self, study: Study, updates: Updates) -> None:
+        self.model, self.batches = type(study.model).__name__, len(study.batches)
+        self.formats = [form.name for form in study.forms]
+        self.layers, self.unseen = verdicts.layers_of(study), verdicts.unseen(study)
+        self.ranges, self.optimizer, self.lost = study.ranges, updates.name, updates.lost
+        names = {id(one): name or self.model for name, one in named_modules(study.model)}
+        sizes = study.ranges.outputs.items()
+        self.large = {names[key]: size for key, size in sizes if size > LARGEST}
 
     def states(self, form: str, state: str) -> list[Layer]:
         """The layers with one verdict on a format."""
@@ -75,11 +74,9 @@ class WhatIf:
         """What a 16-bit format needs, as the end of a sentence; empty if it needs nothing."""
         bad, look = self.states(form, NOT_SAFE), self.states(form, LOOK)
         text = f"needs {_names(bad)} in float32: {bad[0].verdicts[form].why}" if bad else ""
-        for one in bad:
-            if one.keep is None:
-                text += f" (no policy can name {_names([one])})"
-            elif one.keep != one.name:
-                text += f" (a policy names `{one.keep}` for `{one.name}`)"
+        for one in [layer for layer in bad if layer.keep != layer.name]:
+            keep = f"names `{one.keep}`" if one.keep else "can name nothing"
+            text += f" (a policy {keep} for {_names([one])})"
         if look:
             text += f"{'; ' if bad else 'is safe, but '}look at {_names(look)}"
         return text
@@ -103,11 +100,11 @@ class WhatIf:
 
     def reasons(self) -> str:
         """A line for each suspect, then ranges and what was not seen."""
-        suspects = [(form, one) for form in self.formats for one in self.layers]
-        lines = [_reason(one, form) for form, one in suspects if one.verdicts[form].why]
-        product, output = (max(d.values()) for d in (self.ranges.products, self.ranges.outputs))
-        sizes = f"product {product:.2g}, output {output:.2g}, gradient {self.ranges.gradient:.2g}"
-        lines.append(f"Largest: {sizes}, loss {self.ranges.loss:.3g}.")
+        lines = [_reason(x, f) for f in self.formats for x in self.layers if x.verdicts[f].why]
+        ranges = self.ranges
+        product, output = (max(d.values(), default=0.0) for d in (ranges.products, ranges.outputs))
+        sizes = f"product {product:.2g}, output {output:.2g}, gradient {ranges.gradient:.2g}"
+        lines.append(f"Largest: {sizes}, loss {ranges.loss:.3g}.")
         if "float16" in self.formats:
             lost, total = map(sum, zip(*self.ranges.small, strict=True))
             share = f"{lost / max(total, 1):.2%} of the gradients of products become zero"
@@ -143,22 +140,22 @@ class WhatIf:
         """Draw layers by formats into a PNG, SVG or PDF file; needs matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib")
+        from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
 
-        rows, columns = self.layers, self.formats
+        rows, columns, states = self.layers, self.formats, [*COLOURS]
         figure = Figure((2.4 + 1.3 * len(columns), 1.4 + 0.26 * len(rows)), layout="constrained")
-        axes, shown = figure.subplots(), dict[str, Any]()
-        for y, layer in enumerate(rows):
-            for x, form in enumerate(columns):
-                verdict = layer.verdicts[form]
-                colour = COLOURS[verdict.state]
-                shown[verdict.state] = axes.barh(y, 0.97, 0.94, x, color=colour)
-                axes.text(x + 0.48, y, verdict.number, ha="center", va="center", fontsize=8)
-        axes.set(ylim=(len(rows) - 0.5, -0.5), frame_on=False)
-        axes.set_xticks([x + 0.48 for x in range(len(columns))], columns)
+        axes, cells = figure.subplots(), [[row.verdicts[form] for form in columns] for row in rows]
+        grid = [[states.index(cell.state) for cell in row] for row in cells]
+        axes.imshow(grid, ListedColormap([*COLOURS.values()]), vmin=0, vmax=3, aspect="auto")
+        for y, row in enumerate(cells):
+            for x, cell in enumerate(row):
+                axes.text(x, y, cell.number, ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(columns)), columns)
         axes.set_yticks(range(len(rows)), [one.name or one.kind for one in rows])
-        axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
-        figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=4)
+        shown = [Patch(color=colour, label=state) for state, colour in COLOURS.items()]
+        figure.legend(handles=shown, loc="outside lower center", ncols=4)
         figure.suptitle(f"{self.model}: worst cosine to float32", fontsize=9)
         figure.savefig(path, dpi=150)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from apex.debug.calls import version_of
 from apex.debug.tensors import HALVES, tensors_of
 from apex.debug.what_if import formats
 from apex.debug.what_if.formats import Format, floating, is_bias
@@ -25,9 +25,7 @@ from apex.debug.what_if.formats import Format, floating, is_bias
 
 def largest(tensor: torch.Tensor) -> torch.Tensor:
     """The largest magnitude, 0-dim; 0 of no elements."""
-    one = tensor.detach()
-    size: torch.Tensor = one.abs().amax() if one.numel() else one.new_zeros(())
-    return size
+    return tensor.detach().abs().amax() if tensor.numel() else tensor.new_zeros(())
 
 
 def _leaf(leaf: Any, *, copied: bool = False) -> Any:
@@ -52,10 +50,8 @@ class Piece:
 
     def __init__(self, owner: Any, call: Any, args: Any, kwargs: Any, chosen: Any = None) -> None:
         self.owner, self.call, self.chosen, self.is_part = owner, call, chosen, False
-        ids, (leaves, self.spec) = (
-            formats.operands(call, args, kwargs),
-            tree_flatten((args, kwargs)),
-        )
+        leaves, self.spec = tree_flatten((args, kwargs))
+        ids = formats.operands(call, args, kwargs)
         self.leaves = [(_leaf(leaf, copied=True), id(leaf) in ids) for leaf in leaves]
         self.operands = [largest(leaf) for leaf in leaves if id(leaf) in ids]
         self.results: list[torch.Tensor] = []
@@ -66,8 +62,7 @@ class Piece:
         for place, one in enumerate(floating(output)):
             self.results.append(largest(one))
             if one.requires_grad:
-                keep = partial(self.gradients.__setitem__, place)
-                one.register_hook(lambda g, keep=keep: keep(g.detach()))  # type: ignore[no-untyped-call]
+                one.register_hook(partial(self.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def run(self, form: Format | None, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
         """Its results, the gradients of its inputs and of its weight matrices, with their kinds."""
@@ -93,17 +88,15 @@ class Piece:
         return found
 
 
-@dataclass
-class Frame:
+class Frame(NamedTuple):
     """A module call that runs: its first product has the number ``start``.
 
     ``free`` has its own products without a parameter, by their numbers; ``versions`` tell whether
     it writes its inputs, which then cannot be given to it again.
     """
 
-    module: torch.nn.Module
-    args: Any
-    kwargs: Any
+    module: torch.nn.Module | None
+    given: tuple[Any, Any]
     start: int
     versions: list[int]
     free: dict[int, Piece]
@@ -145,18 +138,17 @@ class Trace(TorchFunctionMode):
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self.called.add(id(module))
-        self._frames.append(Frame(module, args, kwargs, self._count, _versions(args, kwargs), {}))
+        given = (args, kwargs)
+        self._frames.append(Frame(module, given, self._count, _versions(given), {}))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         frame = self._frames.pop()
-        while frame.module is not module:  # of a forward that raised, and whose error was caught
-            frame = self._frames.pop()
         self.outputs += [(id(module), largest(one)) for one in floating(output)]
-        if len(frame.free) > 1 and frame.versions == _versions(frame.args, frame.kwargs):
+        if len(frame.free) > 1 and frame.versions == _versions(frame.given):
             for part in frame.free.values():
                 part.is_part = True
             chosen = {number - frame.start for number in frame.free}
-            self.pieces.append(Piece(module, module, frame.args, frame.kwargs, chosen))
+            self.pieces.append(Piece(module, module, *frame.given, chosen))
             self.pieces[-1].watch(output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,8 +159,8 @@ class Trace(TorchFunctionMode):
         return output
 
     def _note(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
-        frame = self._frames[-1] if self._frames else None
-        owner = None if frame is None else frame.module
+        frame = self._frames[-1] if self._frames else Frame(None, ((), {}), 0, [], {})
+        owner = frame.module
         for one in tensors_of(output):
             if one.dtype in HALVES:
                 raise ValueError(
@@ -179,7 +171,7 @@ class Trace(TorchFunctionMode):
         parameters = [p for p in tensors_of((args, kwargs)) if isinstance(p, torch.nn.Parameter)]
         for parameter in parameters:
             self.readers[id(parameter)].add(id(owner))
-        if frame is not None and not parameters:
+        if not parameters:
             frame.free[number] = piece
         self.numbers[id(owner)].add(number)
         self.pieces.append(piece)
@@ -187,5 +179,5 @@ class Trace(TorchFunctionMode):
         self._count += 1
 
 
-def _versions(args: Any, kwargs: Any) -> list[int]:
-    return [one._version for one in tensors_of((args, kwargs))]
+def _versions(given: Any) -> list[int]:
+    return list(map(version_of, tensors_of(given)))

@@ -52,8 +52,7 @@ class Updates:
         updates = [new.detach() - old for new, old in zip(self.weights, before, strict=True)]
         total = sum(int(torch.count_nonzero(one)) for one in updates)
         for dtype in HALVES:
-            lost = 0
-            for old, update in zip([one.to(dtype) for one in before], updates, strict=True):
-                same = (old.float() + update).to(dtype) == old
-                lost += int(torch.count_nonzero(same & (update != 0)))
+            both = zip([one.to(dtype) for one in before], updates, strict=True)
+            same = [((old.float() + new).to(dtype) == old) & (new != 0) for old, new in both]
+            lost = sum(int(torch.count_nonzero(one)) for one in same)
             self.lost[str(dtype).removeprefix("torch.")] = lost / max(total, 1)

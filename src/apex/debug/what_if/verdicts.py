@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,7 @@ from apex.debug.what_if.formats import Format, InFormat
 from apex.debug.what_if.judging import Score, Study, cosine
 
 SAFE, LOOK, NOT_SAFE, NOT_DECIDED = "safe", "look", "not safe", "not decided"
-ENOUGH = 8  # batches
-OUTSIDE = "(outside of modules)"
+ENOUGH, OUTSIDE = 8, "(outside of modules)"  # batches; the name of what has no module
 SUSPECTS = 8  # of a format, the worst, that are tried in the whole model
 
 
@@ -39,8 +37,7 @@ class Verdict(NamedTuple):
         return "inf" if self.score.inf else f"{self.score.cosine:.4f}"
 
 
-@dataclass
-class Layer:
+class Layer(NamedTuple):
     """A module with products of its own, and the verdicts on it by format.
 
     Attributes:
@@ -56,7 +53,7 @@ class Layer:
     kind: str
     keep: str | None
     verdicts: dict[str, Verdict]
-    whole: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    whole: dict[str, tuple[float, float, float]]
 
 
 def layers_of(study: Study) -> list[Layer]:
@@ -69,7 +66,8 @@ def layers_of(study: Study) -> list[Layer]:
             verdicts = {form.name: _verdict(study, id(module), form) for form in study.forms}
             called, readers = study.trace.called, study.trace.readers
             keep = policies.innermost(study.model, "" if module is None else name, called, readers)
-            found.append(Layer(name, type(module).__name__, keep, verdicts))
+            kind = "function" if module is None else type(module).__name__
+            found.append(Layer(name, kind, keep, verdicts, {}))
     if len(study.batches) >= ENOUGH:
         _try_whole(study, found)
     return found
@@ -99,12 +97,12 @@ def _why(study: Study, key: int, form: Format, score: Score) -> str:
 
 def unseen(study: Study) -> list[str]:
     """Modules with a weight matrix that no product has multiplied which was seen."""
-    found = []
-    for name, module in policies.named_modules(study.model):
-        matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-        if not all(study.trace.readers[id(p)] for p in matrices):
-            found.append(name or type(module).__name__)
-    return found
+    read = study.trace.readers
+    return [
+        name or type(module).__name__
+        for name, module in policies.named_modules(study.model)
+        if not all(read[id(p)] for p in module.parameters(recurse=False) if p.dim() > 1)
+    ]
 
 
 def _try_whole(study: Study, layers: list[Layer]) -> None:
