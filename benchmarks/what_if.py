@@ -350,7 +350,7 @@ def _take(task: Any, seed: int, number: int) -> list[Any]:
 
 
 def _trained(task: Any, seed: int, form: str | None, scale: float) -> float:
-    """The mean loss of the last 20 of 300 steps."""
+    """The mean loss of the last 20 of 300 steps; an overflow skips a step and halves the scale."""
     torch.manual_seed(seed)
     model, losses = task.model().train(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -363,7 +363,9 @@ def _trained(task: Any, seed: int, form: str | None, scale: float) -> float:
                 loss = task.loss(model, batch)
         loss.backward()
         if all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
-            optimizer.step()  # else the step is skipped, as amp would
+            optimizer.step()
+        else:  # as amp does
+            scale /= 2
         losses.append(loss.item())
     return statistics.mean(losses[-20:])
 

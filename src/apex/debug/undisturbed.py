@@ -89,10 +89,12 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 def unchanged(*objects: Any) -> Iterator[None]:
     """Give modules back their attributes, and their parameters and buffers their values.
 
-    Objects that are no modules are left out. What is inside of other objects that they hold (a list that grows) is not known.
+    Objects that are no modules are left out. What is inside of other objects that they hold (a
+    list that grows) is not known.
     """
     modules = [one for one in objects if isinstance(one, torch.nn.Module)]
-    every = {id(one): one for module in modules for one in module.modules()}.values()
+    found = {id(one): one for module in modules for one in module.modules()}.values()
+    every = [one for one in found if not isinstance(one, torch.jit.ScriptModule)]
     attributes = [(one, {**vars(one)}, {k: {**vars(one)[k]} for k in _TABLES}) for one in every]
     tensors = [(x, x.detach().clone()) for m in modules for x in (*m.parameters(), *m.buffers())]
     try:
@@ -105,5 +107,4 @@ def unchanged(*objects: Any) -> Iterator[None]:
                 before[name].clear()
                 before[name].update(table)
         for tensor, value in tensors:
-            if not torch.equal(tensor.detach(), value):
-                tensor.data.copy_(value)
+            tensor.data.copy_(value)

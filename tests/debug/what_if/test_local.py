@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from apex.debug import what_if
 
@@ -136,6 +137,24 @@ def test_every_kind_of_layer_is_judged():
     assert result.unseen == ["unused"]
     # what a policy can name: not the model itself; an attention for its out_proj
     assert [one.keep for one in result.layers] == [None, *names[1:]]
+
+
+class Hidden(nn.Module):
+    """Its gradients are computed by a forward inside of the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
+        return self.head(x)
+
+
+def test_weights_whose_gradients_are_out_of_sight_are_listed():
+    result = what_if(Hidden(), loss, batches())
+    assert result.unseen == ["inner"]
+    assert "Not seen: products or gradients of weights of inner." in result.reasons()
 
 
 class Tied(nn.Module):

@@ -108,6 +108,7 @@ class Study:
         scores: Of each format, of each batch, by the ids of modules.
         ranges: See :class:`Ranges`.
         trace: Of the last batch: what belongs to which module.
+        reached: The ids of the parameters that had a gradient.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Study:
     ) -> None:
         self.model, self.loss, self.batches, self.forms = model, loss, batches, forms
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.ranges, self.trace = Ranges(), Trace()
+        self.ranges, self.trace, self.reached = Ranges(), Trace(), set[int]()
         self.scores: dict[str, list[dict[int, Score]]] = {form.name: [] for form in forms}
 
     def run(self, after: Callable[[Gradients], None]) -> None:
@@ -126,6 +127,8 @@ class Study:
             self.ranges.note(self.trace, gradients)
             scales.append(self.ranges.scale)
             self.ranges.small.append(_too_small(self.trace.pieces, self.ranges.scale))
+            both = zip(self.parameters, gradients, strict=True)
+            self.reached |= {id(weight) for weight, one in both if one is not None}
             after(gradients)
             for form, scores in self._judged(self.forms):
                 self.scores[form].append(scores)

@@ -32,7 +32,7 @@ class WhatIf:
         optimizer: Whose updates ``lost`` is about.
         lost: Of each 16-bit type the share of updates that weights in it would lose.
         large: Modules that give what float16 cannot hold, with the largest magnitude.
-        unseen: Modules with a weight matrix that no product has multiplied which was seen.
+        unseen: Modules with a weight matrix of which no product, or no gradient, was seen.
     """
 
     def __init__(self, study: Study, updates: Updates) -> None:
@@ -110,7 +110,7 @@ class WhatIf:
             share = f"{lost / max(total, 1):.2%} of the gradients of products become zero"
             lines.append(f"In float16, at a loss scale of {self.ranges.scale:g}, {share}.")
         if self.unseen:
-            lines.append(f"Not seen: products with the weights of {', '.join(self.unseen)}.")
+            lines.append(f"Not seen: products or gradients of weights of {', '.join(self.unseen)}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -96,13 +96,12 @@ def _why(study: Study, key: int, form: Format, score: Score) -> str:
 
 
 def unseen(study: Study) -> list[str]:
-    """Modules with a weight matrix that no product has multiplied which was seen."""
-    read = study.trace.readers
-    return [
-        name or type(module).__name__
-        for name, module in policies.named_modules(study.model)
-        if not all(read[id(p)] for p in module.parameters(recurse=False) if p.dim() > 1)
-    ]
+    """Modules with a weight matrix of which no product, or no gradient, was seen."""
+    missing = {id(p) for p in study.parameters} - study.reached
+    named = [*policies.named_modules(study.model)]
+    missing |= {id(p) for p in study.model.parameters() if not study.trace.readers[id(p)]}
+    rows = [(n or type(m).__name__, p) for n, m in named for p in m.parameters(recurse=False)]
+    return list(dict.fromkeys(name for name, p in rows if p.dim() > 1 and id(p) in missing))
 
 
 def _try_whole(study: Study, layers: list[Layer]) -> None:
