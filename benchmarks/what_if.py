@@ -39,6 +39,7 @@ class Scores(nn.Module):
         self.scaled = scaled
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Compute the output."""
         scores = q @ k.transpose(-1, -2)
         scores = scores / math.sqrt(q.shape[-1]) if self.scaled else scores
         return scores.softmax(-1) @ v
@@ -55,6 +56,7 @@ class Block(nn.Module):
         self.core = Scores(scaled=scaled)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the output."""
         h = self.n1(x)
         q, k, v = (p(h).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         x = x + self.o(self.core(q, k, v).transpose(1, 2).flatten(2))
@@ -79,6 +81,7 @@ class Net(nn.Module):
         raise NotImplementedError
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute the loss."""
         h, y = self.hidden(batch[0]), batch[1].flatten()
         loss = F.cross_entropy(self.head(h).flatten(0, -2), y)
         if self.tiny is not None:
@@ -92,10 +95,12 @@ class Mlp(Net):
     features = 256
 
     def parts(self) -> None:
+        """Make the layers."""
         self.l0, self.l1, self.l2 = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 256)
         self.head = nn.Linear(256, 10)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute what the heads read."""
         for layer in (self.l0, self.l1, self.l2):
             x = F.gelu(layer(x))
         return x
@@ -107,12 +112,14 @@ class Cnn(Net):
     features = 32
 
     def parts(self) -> None:
+        """Make the layers."""
         self.c1, self.b1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
         self.c2, self.b2 = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32)
         self.c3, self.b3 = nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32)
         self.head = nn.Linear(32, 10)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute what the heads read."""
         x = F.max_pool2d(self.b1(self.c1(x)).relu(), 2)
         return self.b3(self.c3(self.b2(self.c2(x)).relu())).relu().mean((2, 3))
 
@@ -123,12 +130,14 @@ class Lstm(Net):
     features = 64
 
     def parts(self) -> None:
+        """Make the layers."""
         self.e = nn.Embedding(50, 32)
         self.l1 = nn.LSTM(32, 64, batch_first=True)
         self.l2 = nn.LSTM(64, 64, batch_first=True)
         self.head = nn.Linear(64, 50)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute what the heads read."""
         return self.l2(self.l1(self.e(x))[0])[0]
 
 
@@ -138,11 +147,13 @@ class Transformer(Net):
     features = 64
 
     def parts(self) -> None:
+        """Make the layers."""
         self.e, self.p = nn.Embedding(50, 64), nn.Embedding(16, 64)
         self.b1, self.b2 = Block(64, scaled=True), Block(64, scaled=True)
         self.n, self.head = nn.LayerNorm(64), nn.Linear(64, 50)
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute what the heads read."""
         return self.n(self.b2(self.b1(self.e(x) + self.p(torch.arange(16)))))
 
 
@@ -331,9 +342,16 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
             losses = [
                 _trained(task, FIRST_SEED + n, form, found.ranges.scale) for n in range(args.narrow)
             ]
-            inside = all(min(wide) <= one <= max(wide) for one in losses)
-            losses = [round(one, 4) for one in losses]
-            entry[form] = {"verdicts": sorted(states), "loss": losses, "inside": inside}
+            apart = max(abs(a - b) for a, b in zip(losses, wide, strict=False))
+            entry[form] = {
+                "verdicts": sorted(states),
+                "loss": [round(one, 4) for one in losses],
+                "in the range of float32's seeds": sum(
+                    min(wide) <= one <= max(wide) for one in losses
+                ),
+                "farthest from float32 at the same seed": round(apart, 4),
+                "range of float32's seeds": round(max(wide) - min(wide), 4),
+            }
         table[name] = entry
         _write(args, "training", table)
         print(name, json.dumps(entry), flush=True)

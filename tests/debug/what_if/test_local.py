@@ -162,10 +162,11 @@ class Tied(nn.Module):
         super().__init__()
         self.inside = nn.ModuleDict({"embedding": nn.Embedding(5, 8), "head": nn.Linear(8, 5)})
         self.inside["head"].weight = self.inside["embedding"].weight
-        self.mixed = Mixed()
+        self.mixed, self.used, self.unused = Mixed(), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.unused.weight = self.used.weight
 
     def forward(self, x):
-        return self.inside["head"](self.mixed(self.inside["embedding"](x)))
+        return self.inside["head"](self.used(self.mixed(self.inside["embedding"](x))))
 
 
 class Mixed(nn.Module):
@@ -186,6 +187,7 @@ def test_a_policy_names_the_innermost_module_that_it_can():
     # no module but the model has both tied weights and is called
     assert keep == {
         "inside.embedding": None, "inside.head": None, "mixed": "mixed", "mixed.child": "mixed",
+        "used": None,
     }  # fmt: skip
 
 
