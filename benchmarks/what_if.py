@@ -5,8 +5,8 @@
     python benchmarks/what_if.py training                300 steps in each format against float32
 
 Each writes what-if-NAME.json to --out. The nets and the faults are those of a trial that chose the
-thresholds at other seeds (0 to 107); which layers and formats a fault should be found in was written
-down in FAULTS before the runs. A layer in `layers` may be accused; any other that is, is an accident.
+thresholds at other seeds (0 to 107). Which layers and formats a fault should be found in was
+written down in FAULTS before the runs.
 """
 
 import argparse
