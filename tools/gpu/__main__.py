@@ -34,15 +34,7 @@ FOLDERS = [
     path.name for path in sorted((ROOT / "tests").iterdir()) if (path / "__init__.py").exists()
 ]
 SUITE = [f"tests/{name}" for name in (*FIRST, *sorted({*FOLDERS} - {*FIRST}))]
-SELFTEST = {
-    "norms": "norms and losses: ",
-    "optimizers": "optimizers: ",
-    "waits": "no waits: ",
-    "graphs": "CUDA graphs: ",
-    "lists": "lists of tensors: ",
-    "trainings": "training: ",
-}
-DRY = {"norms": ["apex", "selftest", "--only", "swiglu, bf16, forward"]}  # one is like the others
+SELFTEST = ("swiglu, bf16, forward", "multi_tensor_scale, bf16", "FusedLion, bf16")  # a dry run's
 LIMITS = {"checks": 330.0, "times": 200.0}  # seconds of all parts of a kind together
 TOGETHER = 6  # parts of checks at a time: each keeps one core busy, the suite half of all
 SHOWN = 60  # failures in the table; the files have all
@@ -63,11 +55,12 @@ PARTS = {
         ["tools.gpu.suite", "--device", "cuda", "--quick", *SUITE], 300,
         dry=["tools.gpu.suite", "--device", "cpu", "--quick", "tests/amp/scaling/test_scaler.py"],
     ),
-    # Processes with one cache of compiled kernels: as one process this took over 240 s on an H200.
-    **{
-        f"selftest-{name}": Part(["apex", "selftest", "--only", area], 240, dry=DRY.get(name))
-        for name, area in SELFTEST.items()
-    },
+    # It has processes of its own: as one this took over 240 s on an H200.
+    "selftest": Part(
+        ["apex", "selftest", "--all"], 240,
+        dry=["apex", "selftest", "--device", "cpu", "--processes", "2",
+             *(word for text in SELFTEST for word in ("--only", text))],
+    ),
     "gpu-tests": Part(
         ["tools.gpu.suite", "--device", "cuda", "-m", "gpu", "tests"], 240,
         dry=["tools.gpu.suite", "--device", "cpu", "-m", "gpu", "tests/contrib/test_on_a_gpu.py"],
