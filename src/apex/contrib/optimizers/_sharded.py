@@ -25,9 +25,9 @@ from apex.contrib.optimizers._sharded_gradients import listed
 from apex.contrib.optimizers._sharded_parameters import ShardedParameters
 from apex.ops import _runtime
 from apex.ops.lists.collectives import wait
-from apex.ops.lists.columns import Scalar
-from apex.ops.lists.phases import Phases
+from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import LOW_BITS, StepOptions
+from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.lists.tensor_norms import square_sums
 from apex.optimizers import _launches
 from apex.optimizers._base import FusedOptimizer
@@ -54,9 +54,9 @@ class Shard(FusedOptimizer):
 
     def _update(
         self, group: dict[str, Any], launch: _launches.Launch, options: StepOptions
-    ) -> Phases | None:
-        phases: Phases | None = self._owner._update(group, launch, options)
-        return phases
+    ) -> Stages | None:
+        stages: Stages | None = self._owner._update(group, launch, options)
+        return stages
 
     def _finish(self, updates: Any, sharded: Sequence[torch.Tensor]) -> None:
         self._owner._finish(updates, sharded)
