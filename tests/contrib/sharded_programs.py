@@ -1,10 +1,8 @@
 """What the ranks of tests/contrib/test_distributed_optimizers.py run; each function is a job."""
 
 import contextlib
-import copy
 import functools
 import os
-import pickle
 import re
 import warnings
 
@@ -19,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex import amp
 from apex.amp import GradScaler
-from apex.contrib.optimizers._sharded_gradients import remove
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
@@ -343,66 +340,6 @@ def attention(compiled, rank):
         assert len(graphs) <= {"": 0, "model": 1, "function": 2}[compiled]  # with hooks, without
         found.append([p.detach() for p in model.parameters()])
     return all(map(torch.equal, *found))
-
-
-def overlapped(rank):
-    """overlap_param_sync: modules wait for their own parameters; other readers see old ones."""
-    found = []
-    for overlap in (False, True):
-        model = MLP()
-        optimizer = DistributedFusedAdam(
-            model.parameters(), lr=0.1, overlap_param_sync=overlap, bucket_cap_mb=1e-4
-        )
-        hooks = torch.nn.modules.module._global_forward_pre_hooks
-        assert bool(hooks) == overlap  # it sees which modules there are
-        for step in range(STEPS):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            pending = len(optimizer._gathers)
-            assert (pending > 1) == bool(hooks) == overlap
-        with torch.no_grad():
-            model.first(x)  # without gradients, for all
-        assert not optimizer._gathers
-        assert not hooks
-        found.append([p.detach().clone() for p in model.parameters()])
-    model(x).square().sum().backward()
-    optimizer.step()
-    weight = model.first.weight
-    text = error((x @ weight.t()).sum().backward)
-    assert "has read an old value of a parameter of shape (8, 6)" in text, text
-    weight.grad = None
-    with torch.no_grad():
-        model.first.bias.zero_()
-    assert "call param_sync() before writing" in error(optimizer.param_sync)
-    optimizer._gathers.clear()
-    remove(optimizer._forward_hook)
-    return all(map(torch.equal, *found)), found[0]
-
-
-def read_after_a_step(steps, rank):
-    """overlap_param_sync: state_dict reads new values; errors of copies of the model."""
-    model = nn.Sequential(MLP(), nn.Linear(6, 2))
-    optimizer = DistributedFusedAdam(
-        model.parameters(), lr=0.1, overlap_param_sync=True, bucket_cap_mb=1e-4
-    )
-    for _ in range(steps):
-        model(torch.ones(4, 6)).square().sum().backward()
-        optimizer.step()
-    old = [p.detach().clone() for p in model.parameters()]
-    texts = [error(functools.partial(call, model)) for call in (copy.deepcopy, pickle.dumps)]
-    hooks = [module.register_state_dict_pre_hook(lambda *_: None) for module in model.modules()]
-    found = copy.deepcopy(model[1].state_dict() if steps == 1 else model.state_dict())
-    for hook in hooks:
-        hook.remove()
-    pickle.loads(pickle.dumps(copy.deepcopy(model))).state_dict()
-    optimizer.param_sync()
-    assert not any(module._state_dict_pre_hooks for module in model.modules())
-    new = [*model.parameters()]
-    assert not any(map(torch.equal, old, new))
-    assert all(map(torch.equal, reversed(found.values()), reversed(new)))
-    return texts
 
 
 # -- scaling ---------------------------------------------------------------------------------------

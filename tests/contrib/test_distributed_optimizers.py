@@ -166,22 +166,10 @@ def test_bytes_sent(four):
         assert [n for name, n in sent if name == "all_reduce"] == [5]  # a byte for each parameter
 
 
-def test_parameters_are_gathered_during_the_forward(four):
-    answers = four.run(programs.overlapped)
-    assert all(same for same, _ in answers)
-    assert_all_are([weights for _, weights in answers], answers[0][1])
-
-
 @pytest.mark.parametrize("compiled", ["", "model", "function"])
 @pytest.mark.slow
 def test_readers_of_parameters_of_other_modules_wait(four, compiled):
     assert four.run(functools.partial(programs.attention, compiled)) == [True] * 4
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_state_dict_waits_for_parameters(four, steps):
-    for texts in four.run(functools.partial(programs.read_after_a_step, steps)):
-        assert all("copied or pickled while new values of its parameters" in x for x in texts)
 
 
 # -- scaling ---------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ class ShardedOptimizer(ShardedParameters):
         if self._round or self._next or any(any(bucket.arrivals) for bucket in self._buckets):
             self.grad_sync()  # so that ranks stay in the same round
         self._forget()
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are on their way
+            super().zero_grad(set_to_none)
 
     # -- norms and scaling -------------------------------------------------------------------------
 

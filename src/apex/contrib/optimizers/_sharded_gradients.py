@@ -70,7 +70,6 @@ class ShardedGradients(FusedOptimizer):
         self._fragments: dict[int, tuple[Bucket, Piece]] = {}  # by the same, those of this rank
         self._hooks: dict[int, Any] = {}
         self._sent: deque[Sent] = deque()
-        self._gathers: list[tuple[Bucket, Any, torch.Tensor]] = []  # parameters on their way
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._syncs = self._greedy = True
         self._is_made = False
@@ -222,8 +221,9 @@ class ShardedGradients(FusedOptimizer):
 
     def _forget(self) -> None:
         """Begin a new step."""
-        for bucket in self._buckets:
-            bucket.forget()
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are on their way
+            for bucket in self._buckets:
+                bucket.forget()
         self._present: set[int] = set()  # ids of parameters that got gradients on this rank
         self._factor: Scalar = 1.0  # what reduced gradients are to be multiplied by
         self._is_unscaled = self._is_final = False  # final: unscaled or clipped
@@ -248,13 +248,6 @@ class ShardedGradients(FusedOptimizer):
                     f"{self._name}: another hook has taken the gradient of a parameter of shape "
                     f"{tuple(param.shape)}. Is there another sharded optimizer of the same "
                     "parameters? Delete it before."
-                )
-            if any(one is bucket for one, *_ in self._gathers):
-                raise RuntimeError(
-                    f"{self._name}: the forward pass has read an old value of a parameter of shape "
-                    f"{tuple(param.shape)}, outside of the module that it belongs to or in "
-                    "compiled code. Call param_sync() before the forward pass, or leave "
-                    "overlap_param_sync=True out."
                 )
             if not self._syncs and not self._greedy:
                 return

@@ -7,11 +7,13 @@ Source: Rajbhandari et al., arXiv:1910.02054, section 5.2.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from apex.contrib.optimizers._pending import PendingParameter
 from apex.contrib.optimizers._sharded_gradients import Options, listed
 from apex.contrib.optimizers._sharded_state import SavedShards
 from apex.ops.updates.adam import Adam, adam_
@@ -23,6 +25,17 @@ _REFUSED = {
     "with_scaled_states": "use dtype=torch.bfloat16",
     "nccl_ub": "use torch.cuda.MemPool with NCCL's allocator",
 }
+
+
+@contextlib.contextmanager
+def _disable_pre_forward_hook(param: torch.Tensor) -> Iterator[None]:
+    """Read a parameter as it is, in a ``with`` block: old while its new value is on its way."""
+    with (
+        param._gather.unwatched(param)
+        if isinstance(param, PendingParameter)
+        else contextlib.nullcontext()
+    ):
+        yield
 
 
 class DistributedFusedAdam(SavedShards):
@@ -49,8 +62,7 @@ class DistributedFusedAdam(SavedShards):
         average_grad_sync: Whether gradients are averaged over ranks, or summed.
         overlap_grad_sync: Whether gradients are sent during the backward pass.
         overlap_param_sync: Whether parameters are gathered during the next forward pass: a module
-            waits for its own, and the model's ``state_dict()`` for all. Call ``param_sync()``
-            before anything else reads them.
+            waits for its own, and whatever else reads one for that; see :meth:`param_sync`.
         bucket_cap_mb: MiB of gradients from which on a bucket is full.
         pipeline_size: Of how many buckets parameters are gathered at once.
         contiguous_param_buffer: Whether the parameters of a bucket are views of one buffer.
