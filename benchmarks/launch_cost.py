@@ -42,8 +42,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from apex.bench.catalogue.ops import OPS
 from apex.ops import _runtime
+from apex.selftest.catalogue.ops import OPS
 from tests.kernels.driver import Hopper
 
 CALLS = 20  # of a turn

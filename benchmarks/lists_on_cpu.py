@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from apex import optimizers
-from apex.bench.tolerance import ROUNDINGS, roundings
 from apex.contrib.clip_grad import clip_grad_norm_
+from apex.selftest.tolerance import ROUNDINGS, roundings
 
 GOAL, ALONE_US = 1.10, 6.0
 TURN_US = 400.0  # a turn repeats its call until it takes that long

@@ -4,7 +4,7 @@ Such an expression computes in float32 and rounds once, as ours does. One that r
 the way is listed with "less exact" and is no goal. All run in turn in one process, on one thread; a
 ratio is the median of the ratios of neighbouring runs, ours over theirs: below 1 ours is faster.
 "over" marks the rows above the rule: 1.10 of theirs and 6 us forward, 12 us with backward. The
-operations, their inputs and the expressions are those of `apex.bench.catalogue`.
+operations, their inputs and the expressions are those of `apex.selftest.catalogue`.
 
     python benchmarks/ops_on_cpu.py [--seconds 0.3] [NAME ...]      # rotary layer_norm ...
 """
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.bench.catalogue.entry import DTYPES, Function, Op, Shape
-from apex.bench.catalogue.ops import OPS
+from apex.selftest.catalogue.entry import DTYPES, Function, Op, Shape
+from apex.selftest.catalogue.ops import OPS
 from apex.transformer.enums import AttnMaskType
 from apex.transformer.functional import FusedScaleMaskSoftmax
 

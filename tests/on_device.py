@@ -20,17 +20,20 @@ import torch
 
 # What is about the CPU, or computes in processes of its own.
 OF_THE_CPU = (
-    "tests/amp/test_float16_on_cpu.py",
+    "tests/amp/casting/test_float16_on_cpu.py",
     "tests/amp/test_frames.py",  # counts Python frames, of which a default device adds some
     # A method that a test replaces is called twice under a default device.
-    "tests/amp/test_optimizer.py::test_at_most_one_host_read_per_step",
+    "tests/amp/optimizer/test_optimizer.py::test_at_most_one_host_read_per_step",
     "tests/bench/",  # commands that choose a device themselves
+    "tests/cli/",
     "tests/clients/",
     "tests/debug/test_command.py",
     "tests/examples/",
     "tests/gpu/",  # interprets PTX, on tensors of the CPU
+    "tests/info/",
     "tests/kernels/",  # compiles without a GPU
     "tests/parallel/test_multiproc.py",
+    "tests/selftest/",
     "tests/test_",  # the tree, the script, defaults that the tests set themselves
     "tests/typed/",
 )
@@ -149,8 +152,7 @@ def _decorate_kernels():
     try:
         kernels = importlib.import_module("apex.kernels")
         for module in pkgutil.walk_packages(kernels.__path__, "apex.kernels."):
-            if not module.name.startswith("apex.kernels.inspect"):
-                importlib.import_module(module.name)
+            importlib.import_module(module.name)
     except ModuleNotFoundError as error:  # apex then computes without kernels
         warnings.warn(f"no kernels: {error.name} is not installed", stacklevel=1)
 

@@ -34,7 +34,10 @@ ALLOWED = {  # package -> other packages it may import
     "amp": {"debug", "ops"},  # initialize(debug=True), imported where it is asked for
     "debug": {"ops"},
     "fp16_utils": {"amp", "ops"},
-    "bench": {"amp", "debug", "kernels", "ops", "fp16_utils", *ABOVE_OPS},
+    "cli": {"amp", "debug", "info"},  # and the modules of commands, named in a table of strings
+    "info": {"amp", "cli", "ops", "selftest"},
+    "selftest": {"amp", "cli", "info", "ops", *ABOVE_OPS},
+    "bench": {"amp", "cli", "fp16_utils", "info", "kernels", "ops", "selftest", *ABOVE_OPS},
     **{name: {"ops"} for name in ABOVE_OPS},
     "contrib": {"ops", "optimizers", "normalization"},  # the same under older names
     # FP16_Optimizer, under its name of 2019; attributes by which subclasses step by themselves
@@ -123,9 +126,13 @@ def test_moved_modules_are_found_under_both_paths(known, now):
 
 
 def test_nothing_imports_the_command_line_but_its_own_entry():
+    """And nothing at all imports the report: its commands are strings, imported when chosen."""
+    commands = {"cli", "info", "selftest", "bench"}
     for file in files():
-        if _top(file) != "bench" and file.relative_to(SRC).as_posix() != "__main__.py":
-            assert "bench" not in set(_packages_imported_by(file)), file
+        found = set(_packages_imported_by(file)) - {_top(file)}
+        assert "bench" not in found, file
+        if _top(file) not in commands and file.relative_to(SRC).as_posix() != "__main__.py":
+            assert not found & commands, file
 
 
 def test_nothing_imports_the_extension_modules():
@@ -231,9 +238,33 @@ names = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "a
 assert not any(logging.getLogger(n).handlers for n in names), names
 assert all(logging.getLogger(n).propagate for n in ("apex", *names)), names
 assert logging.root.handlers == []
-assert not [m for m in sys.modules if m.startswith("apex.bench")]
+import apex.cli.command_line
+assert not [m for m in sys.modules if m.startswith(("apex.bench", "apex.info", "apex.selftest"))]
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+OF_THE_ORIGINAL = {  # the same name in two of its packages
+    "FP16_Optimizer",
+    "FastLayerNorm",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedLayerNorm",
+    "FusedSGD",
+    "GradScaler",
+    "LossScaler",
+    "MixedFusedLayerNorm",
+}
+
+
+def test_a_class_name_means_one_thing():
+    places = {}
+    for file in files():
+        for node in tree(file).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(SRC)))
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert several.keys() - OF_THE_ORIGINAL == set(), several

@@ -59,14 +59,16 @@ def test_a_bad_command_gets_one_line_and_2(words):
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     said = (
-        "--torch needs a version" if words[1:] else "choose demo, test, check, docs, clients or gpu"
+        "--torch needs a version"
+        if words[1:]
+        else "choose demo, test, check, docs, clients, kernels or gpu"
     )
     assert said in done.stderr
 
 
 def test_a_command_sets_up_once_and_runs_its_module(dev, capsys, monkeypatch):
     assert dev.main(["--help"]) == 0
-    commands = ("demo", "test", "check", "docs", "clients", "gpu", "--all", "--torch")
+    commands = ("demo", "test", "check", "docs", "clients", "kernels", "gpu", "--all", "--torch")
     assert all(word in dev.USAGE for word in commands)
     assert max(map(len, dev.USAGE.splitlines())) <= 80
     assert capsys.readouterr() == (dev.USAGE, "")
@@ -76,6 +78,7 @@ def test_a_command_sets_up_once_and_runs_its_module(dev, capsys, monkeypatch):
     for words, module in (
         (["demo", "--x"], [*dev.DEMO, "--x"]),
         (["clients", "timm"], ["tests.clients", "timm"]),
+        (["kernels", "--kernel", "lion"], ["tools.kernels", "--kernel", "lion"]),
         (["test", "tests/amp"], ["pytest", "tests/amp"]),
         (["test", "--all"], ["pytest", "--numprocesses=auto", "--all"]),
         (["docs"], dev.DOCS),

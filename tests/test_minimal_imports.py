@@ -7,11 +7,11 @@ import sys
 import pytest
 
 import apex
-from apex.bench import cli
+from apex.cli import command_line as cli
 
 TESTS = pathlib.Path(__file__).parent
 
-# room -> what its modules may need, by design; `apex info` needs nothing
+# package -> what its modules may need, by design; `apex info` needs nothing
 NEEDS = {"apex.bench.": {"matplotlib", "numpy", "rich", "sklearn"}, "apex.kernels.": {"triton"}}
 
 PREPARE = f"""
@@ -70,8 +70,8 @@ for name in blocked:
         exec(f"import {{name}}", {{"__name__": "apex.probe"}})
     except ModuleNotFoundError as error:
         print(error)
-from apex.bench.cli import main
-from apex.bench.info import speeds
+from apex.cli.command_line import main
+from apex.info import speeds
 speeds.SIZES, speeds.SECONDS = {{"cpu": (8, 1)}}, 0
 more = {{"bench plot": ["a"], "info": ["--json"], "debug": ["a"], "debug repro": ["a"]}}
 more["selftest"] = ["--only", "rms norm, fp32, forward", "--json", {str(tmp_path / "f.json")!r}]
@@ -100,4 +100,3 @@ for name in {commands}:
     assert len(lines) == len(commands) - len(runs)
     everything = "matplotlib numpy rich scipy scikit-learn"
     assert lines[0].endswith(f" not installed: pip install {everything}")
-    assert lines[-1] == "apex kernels: rich, triton not installed: pip install rich triton"

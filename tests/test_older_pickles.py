@@ -168,6 +168,7 @@ OPTIMIZERS = {
 }
 OTHERS = {"DistributedFusedAdam", "DistributedFusedLAMB", "OptimWrapper"}  # cannot be pickled
 OTHERS |= {"MasterOptimizer", "Computed"}  # bases of what is here, or of a program's classes
+COMMANDS = {"bench", "cli", "info", "selftest"}  # packages without classes for users
 # NVIDIA's have these, and they depend on the rank, or on the parameters.
 ALWAYS_THERE = {"vocab_start_index", "optim", "loss_scaler"}
 ALWAYS_THERE |= {"fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"}
@@ -188,7 +189,7 @@ def _public_classes():
     bases = torch.nn.Module, torch.optim.Optimizer
     for info in pkgutil.walk_packages(apex.__path__, "apex."):
         parts = info.name.split(".")
-        if {"bench", "debug", "kernels", "testing", "__main__"} & {*parts}:
+        if parts[1] in COMMANDS or {"debug", "kernels", "testing", "__main__"} & {*parts}:
             continue
         module = importlib.import_module(info.name)
         listed = getattr(module, "__all__", ())

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Interpreted kernels, amp's casts and flags, an optimizer's list: what was red where a GPU is.
-ON_ANY_MACHINE = ["tests/ops/test_swiglu.py", "tests/amp/test_scaler.py", "tests/mlp"]
+ON_ANY_MACHINE = ["tests/ops/test_swiglu.py", "tests/amp/scaling/test_scaler.py", "tests/mlp"]
 HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TRITON_INTERPRET")
 
 SUITE = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from run_benchmark import BATCHES, METHODS, RESULTS, device_name
 
-from apex.bench.cli import main
+from apex.cli.command_line import main
 
 
 def run() -> int:

@@ -11,7 +11,7 @@ def main() -> int:
     # torch's own, in an environment without NumPy, whatever the command
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
-        from apex.bench.cli import main as command_line
+        from apex.cli.command_line import main as command_line
     except KeyboardInterrupt:
         sys.stderr.write("apex: interrupted\n")
         return 130

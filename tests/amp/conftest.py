@@ -31,7 +31,7 @@ def runs_behind(monkeypatch):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """Two ranks, for the tests of a file."""
-    from tests.amp.ranks import Pair
+    from tests.amp.ranks.cells import Pair
 
     with Pair(tmp_path_factory.mktemp("ranks")) as both:
         yield both

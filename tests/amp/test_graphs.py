@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from apex import amp, optimizers
-from apex.amp.gradients.step_counts import StepCounts
+from apex.amp.gradients.step_counts import TakenSteps
 from apex.amp.scaler import LossScaler
 from apex.contrib import optimizers as contrib
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
@@ -327,13 +327,13 @@ def test_the_first_pass_is_refused_in_a_capture(monkeypatch):
 
 
 def test_counts_on_the_cpu_are_refused_in_a_capture(monkeypatch):
-    counts = StepCounts(torch.device("cpu"))
+    counts = TakenSteps(torch.device("cpu"))
     monkeypatch.setattr(_runtime, "capturing", lambda: True)
     monkeypatch.setattr(_runtime, "waits", lambda device: device != CPU)
     with pytest.raises(RuntimeError, match=r"the counts of amp.outcome are on the CPU"):
         counts.count(torch.ones((), dtype=torch.bool, device="meta"))
     with pytest.raises(RuntimeError, match="would count from 0 each time"):
-        StepCounts(torch.device("cpu"))
+        TakenSteps(torch.device("cpu"))
 
 
 def test_a_first_step_that_is_looked_at_is_refused_in_a_capture():
@@ -407,7 +407,7 @@ def test_a_parameter_whose_gradient_comes_later_has_no_state_yet():
 
 
 def test_what_is_handed_out_is_a_copy():
-    scaler, counts = LossScaler("dynamic", init_scale=8.0, scale_window=1), StepCounts(CPU)
+    scaler, counts = LossScaler("dynamic", init_scale=8.0, scale_window=1), TakenSteps(CPU)
     counts.count(torch.tensor(True))
     outcome, in_a_row = counts.outcome(scaler.scale_on(CPU)), counts.in_a_row
     held = [scaler.scale_on(CPU), scaler.steps, in_a_row, *outcome]
@@ -432,7 +432,7 @@ def test_a_backward_uses_the_scale_that_its_pass_began_with():
 
 def test_state_that_was_made_or_moved_under_inference_mode_can_be_written():
     with torch.inference_mode():
-        scaler, counts = LossScaler("dynamic"), StepCounts(CPU)
+        scaler, counts = LossScaler("dynamic"), TakenSteps(CPU)
         scaler._move_to(torch.device("meta"))
         assert not scaler._state.is_inference()
         scaler = LossScaler("dynamic")
@@ -454,7 +454,7 @@ def test_the_scale_stays_on_the_first_gpu():
 
 @pytest.mark.parametrize("on_the_device", [True, False])
 def test_counts_of_steps(on_the_device):
-    counts, found = StepCounts(CPU), []
+    counts, found = TakenSteps(CPU), []
     for taken in (True, False, False, True, False):
         counts.count(torch.tensor(taken) if on_the_device else taken)
         found.append((*counts.outcome(1.0).numbers()[:3], counts.in_a_row.item()))

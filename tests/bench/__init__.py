@@ -1,7 +1,1 @@
-"""Tests of the command line and its reports."""
-
-import signal
-
-# A Ctrl-C that hits code in a string (a dataclass that is made, say): CPython forgets that it was
-# caught, and ends `python -m` with the signal itself. A shell shows 130 for both.
-ENDED_BY_CTRL_C = {130, -signal.SIGINT}
+"""Tests of the report."""

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from apex.bench.training.results import Cell, Operator, Report, Run
+from apex.bench.training.results import Cell, Operator, Results, Run
 
 # level: step time and memory in units of O0's, per cent right
 LEVELS = {
@@ -89,7 +89,7 @@ def report(cells=None, runs=None, *, environment=CPU, **changes):
     """A report whose runs are all of the plan, if nothing else is said."""
     plan = [cell(level, seed=s) for s in range(3) for level in LEVELS] if cells is None else cells
     runs = [run(of) for of in plan] if runs is None else runs
-    return Report(environment, tuple(plan), tuple(runs), **{"notes": NOTES, **changes})
+    return Results(environment, tuple(plan), tuple(runs), **{"notes": NOTES, **changes})
 
 
 def level(name, ms=(1.0, 1.1, 0.9), accuracy=None, others=None, **cells):

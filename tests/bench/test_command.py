@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.bench.cli import UsageError, main
-from apex.bench.info import machine
 from apex.bench.training import plan, plots, results
 from apex.bench.training.tasks.task import TaskOptions
-from tests.bench import ENDED_BY_CTRL_C, made
+from apex.cli.command_line import UsageError, main
+from apex.info import machine
+from tests.bench import made
+from tests.cli import ENDED_BY_CTRL_C
 
 TASKS = Path(__file__).with_name("user_task.py")
 

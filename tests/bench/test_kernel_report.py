@@ -10,9 +10,9 @@ import pytest
 from scipy import stats
 
 from apex.bench.kernels import timing_command
-from apex.bench.kernels.timing import Row
-from apex.bench.kernels.timing_command import Report
-from apex.bench.output import tables as files
+from apex.bench.kernels.timing import Timing
+from apex.bench.kernels.timing_command import Timings
+from apex.cli import tables as files
 from tests.bench import made
 
 SPEEDS = {"torch fused": 1.25, "torch foreach": 3.2, "torch foreach, no check": 0.5}
@@ -28,7 +28,7 @@ def _row(op="adam", provider="apex", shapes="tiny", **changes):
         "dtype": "float32", "tensors": 1000, "elements": 50500, "times": tuple(ms * turns),
         "our_times": tuple(ms / speed * turns[::-1]) if speed else (), "bytes_per_element": 28.0,
     }  # fmt: skip
-    return Row(**{**values, **changes})
+    return Timing(**{**values, **changes})
 
 
 def _report(rows=None, **changes):
@@ -52,7 +52,7 @@ def _report(rows=None, **changes):
         "missing": {"liger_kernel": ["layer_norm_both: Liger-Kernel"]},
         "notes": {"ms": "by the host clock"},
     }  # fmt: skip
-    return Report(**{**values, **changes}, rows=rows)
+    return Timings(**{**values, **changes}, rows=rows)
 
 
 def _show(of, folder, name="kernels.json"):
@@ -114,7 +114,7 @@ def test_csv_and_json_have_a_record_of_plain_numbers_for_each_row(folder):
         found = list(csv.DictReader(file))
     content = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
     assert content["format"] == "apex bench kernels 4"
-    assert content.keys() - {"format"} == {field.name for field in dataclasses.fields(Report)}
+    assert content.keys() - {"format"} == {field.name for field in dataclasses.fields(Timings)}
     assert len(found) == len(content["rows"]) == len(_report().rows)
     for record, written, row in zip(found, content["rows"], _report().rows, strict=True):
         assert record == {n: "" if v is None else str(v) for n, v in written.items()}

@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
-from apex.bench.catalogue import entry as sizes
-from apex.bench.cli import main
 from apex.bench.kernels import cases as kernel_cases
-from apex.bench.kernels import clocks, timing
+from apex.bench.kernels import timing
 from apex.bench.kernels import timing_command as command
-from apex.bench.kernels.cases import OF_LAYERS, OF_LISTS, Case, Provider
+from apex.bench.kernels.cases import OF_LAYERS, OF_LISTS, Provider, TimedCase
 from apex.bench.kernels.timing_command import OPS
+from apex.cli.command_line import main
+from apex.info import clocks
+from apex.selftest.catalogue import entry as sizes
 
 CPU = torch.device("cpu")
 SMALL = [(3,), (2, 5), (1,)]
@@ -45,7 +46,7 @@ def calls(monkeypatch):
     def noting(name):
         return Provider(name, lambda tensors: lambda: noted.append((name, len(tensors))), _bytes)
 
-    op = Case("noting", _made, (noting("apex"), noting("peer")), sizes.LISTS)
+    op = TimedCase("noting", _made, (noting("apex"), noting("peer")), sizes.LISTS)
     monkeypatch.setattr(command, "OPS", (op,))
     return noted
 
@@ -203,7 +204,9 @@ def test_all_providers_get_the_same_tensors(calls):
         Provider(name, lambda tensors: (seen.append(tensors), lambda: None)[1], _bytes)
         for name in ("apex", "peer")
     )
-    timing.measure(Case("same", op.make, providers, sizes.LISTS), "small", SMALL, "float32", CPU, 1)
+    timing.measure(
+        TimedCase("same", op.make, providers, sizes.LISTS), "small", SMALL, "float32", CPU, 1
+    )
     first, second = seen
     assert first is second
     assert [tuple(x.shape) for x in first] == SMALL
@@ -218,7 +221,7 @@ def test_what_one_provider_cannot_do_is_a_row_and_what_is_not_installed_is_named
 
     [op] = command.OPS
     peers = (_provider("refuses", refuse), Provider("absent", absent, _bytes))
-    op = Case("mixed", op.make, (op.providers[0], *peers), sizes.LISTS)
+    op = TimedCase("mixed", op.make, (op.providers[0], *peers), sizes.LISTS)
     rows, missing = timing.measure(op, "small", SMALL, "float32", CPU, 1)
     assert [(row.provider, row.problem) for row in rows] == [
         ("apex", None),
@@ -265,7 +268,7 @@ def test_only_our_own_failure_is_the_command_s(ours, tmp_path, calls, monkeypatc
 
     providers = [_provider("apex", lambda: None), _provider("peer", lambda: None)]
     providers[0 if ours else 1] = _provider("apex" if ours else "peer", refuse)
-    op = Case("broken", _made, tuple(providers), sizes.LISTS)
+    op = TimedCase("broken", _made, tuple(providers), sizes.LISTS)
     monkeypatch.setattr(command, "OPS", (op,))
     assert _bench(tmp_path / "rows.json", "--shapes", "one") == (1 if ours else 0)
     assert "RuntimeError: broken" in capsys.readouterr().out

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.bench.cli import UsageError
 from apex.bench.training.precision import LEVELS, precision
 from apex.bench.training.tasks import TASKS, cifar10, complete, load, text
 from apex.bench.training.tasks.classification import IGNORED, Batches
 from apex.bench.training.tasks.networks import vgg16
 from apex.bench.training.tasks.task import Task, TaskOptions
+from apex.cli.command_line import UsageError
 from apex.optimizers import FusedAdam
 from tests.tolerance import RESAMPLED, assert_close_to_largest
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from apex.amp.casting import cpu_float16, dispatcher, process_state
-from apex.bench.training import profiling, trainer, turns
+from apex.amp.casting import cpu_float16, dispatcher
+from apex.bench.training import process_state, profiling, trainer, turns
 from apex.bench.training.precision import LEVELS, precision
 from apex.bench.training.results import Cell
 from apex.bench.training.tasks import complete

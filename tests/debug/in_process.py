@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from apex.bench import cli
-from apex.bench.debugging import command
+from apex.cli import command_line as cli
+from apex.cli.debugging import command
 
 
 def main(arguments):
-    """What `apex.bench.cli.main` does, and what follows when a process ends; the exit code."""
+    """What the command line's `main` does, and what follows when a process ends; the exit code."""
     ends = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "at_exit", ends.append)

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from apex.bench.debugging import script
+from apex.cli.debugging import script
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from unittest import mock
 
 import torch
 
-from apex.bench.catalogue.entry import DTYPES, Checked, Inputs, Op
-from apex.bench.catalogue.ops import OPS
-from apex.bench.catalogue.optimizers import OPTIMIZERS
-from apex.bench.selftest import check, ops, optimizers, training
 from apex.ops import _runtime
+from apex.selftest import check, ops, optimizers, training
+from apex.selftest.catalogue.entry import DTYPES, Checked, Inputs, Op
+from apex.selftest.catalogue.ops import OPS
+from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from tests.gpu.driver import gpu
 from tests.gpu.network import losses
 from tests.kernels.operations import operations

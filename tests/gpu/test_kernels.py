@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from apex.bench.selftest.ops import CHECKED
-from apex.kernels.inspect import finding
+
 from apex.ops import _runtime
+from apex.selftest.ops import CHECKED
 from tests.gpu import tasks
 from tests.gpu.worker import call
 from tests.kernels.operations import lists
@@ -23,6 +23,7 @@ from tests.tolerance import (
     assert_close_to_largest,
     assert_same_training,
 )
+from tools.kernels import finding
 
 OPERATIONS = dict(lists())
 LEVELS = {"O1": torch.float16, "O2": torch.float16, "O5": torch.bfloat16}
@@ -58,7 +59,7 @@ def _same(a, b):
 def test_lists_have_the_bits_of_their_definition_and_of_the_interpreter(name):
     found, launched = call(tasks.written, name)
     assert launched == LAUNCHES.get(name, launched)
-    assert {LIST, "held_kernel"} & {*launched}
+    assert {LIST, "quantized_kernel"} & {*launched}
     for path in ("triton", "reference"):
         for one, wanted in zip(found, _here(name, path), strict=True):
             drawn = "stochastic" in name  # the definition draws its numbers elsewhere

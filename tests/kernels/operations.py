@@ -2,7 +2,7 @@
 
 Each is a function without arguments that makes its tensors, works, and returns all that it wrote.
 The sizes are awkward: more than one chunk of a list, rows that fill no tile, one row too many. Ops
-and optimizers are those of `apex.bench.catalogue`; here is what only these tests need.
+and optimizers are those of `apex.selftest.catalogue`; here is what only these tests need.
 test_programs.py names kernels that were never launched.
 """
 
@@ -11,15 +11,15 @@ import functools
 import torch
 
 from apex import amp
-from apex.bench.catalogue.entry import DTYPES, random
-from apex.bench.catalogue.lists import LISTS
-from apex.bench.catalogue.ops import OPS
-from apex.bench.catalogue.optimizers import OPTIMIZERS
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.optimizers import FusedAdam, FusedMuon
 from apex.parallel import LARC
+from apex.selftest.catalogue.entry import DTYPES, random
+from apex.selftest.catalogue.lists import LISTS
+from apex.selftest.catalogue.ops import OPS
+from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from apex.transformer import functional as transformer
 from apex.transformer.functional.fused_softmax import scaled_masked_softmax
 

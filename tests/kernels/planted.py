@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from apex.kernels import multi_tensor
-from apex.kernels.inspect import finding
-from apex.kernels.inspect import list_case as lists
-from apex.kernels.inspect.case import Case
+from tools.kernels import finding
+from tools.kernels import list_case as lists
+from tools.kernels.case import CompiledCase
 
 MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
 MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,"
@@ -79,7 +79,7 @@ def longer_row(x_ptr, weight_ptr, y_ptr, sum_ptr, columns, BLOCK: tl.constexpr):
 
 
 def row_case(kernel=row, **changes):
-    case = Case(
+    case = CompiledCase(
         kernel,
         "row",
         "fp16",
@@ -144,12 +144,18 @@ def cases(folder):
     signature = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     ways = {"reads": ("x_ptr",), "writes": ("y_ptr",), "tile": 32768}
     options = {"num_warps": 4}
-    yield "spills", Case(heavy, "heavy", "", signature, {"BLOCK": 32768}, **ways, options=options)
+    yield (
+        "spills",
+        CompiledCase(heavy, "heavy", "", signature, {"BLOCK": 32768}, **ways, options=options),
+    )
     yield "32 warps", row_case(options={"num_warps": 32})
     yield "16 warps on AMD", row_case(options={"num_warps": 32}, amd={"num_warps": 16})
     ways["tile"] = 256 * 256
     options = {"num_warps": 16}
-    yield "256 KiB", Case(turned, "turned", "", signature, {"BLOCK": 256}, **ways, options=options)
+    yield (
+        "256 KiB",
+        CompiledCase(turned, "turned", "", signature, {"BLOCK": 256}, **ways, options=options),
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import launched, launches, meta
+from tools.kernels.case import launched, launches, meta
 
 
 @triton.jit

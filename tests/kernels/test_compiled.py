@@ -1,6 +1,5 @@
 """The machine code of every kernel, compiled for GPUs that are not here."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -14,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 
 import apex
-from apex.kernels.inspect import finding
+from tools.kernels import finding
 
 # 240 kernels are compiled, once for all processes of the suite, and none is compiled twice: 60 s of
 # processor time, of which ptxas is 13 and Triton's front end, its passes and LLVM 15 each; 10 s
@@ -46,10 +45,10 @@ def program(*words, **variables):
 INSPECT = """
 import json, sys
 from dataclasses import asdict
-from apex.kernels.inspect import finding
+from tools.kernels import finding
 
-target, every = sys.argv[1], sys.argv[2:] == ["every"]
-cases = list(finding.cases())
+target, every, names = sys.argv[1], sys.argv[2:3] == ["every"], sys.argv[3:]
+cases = [case for case in finding.cases() if not names or case.name in names]
 known = {(case.name, case.variant) for case in cases}
 rare = ("copies", "writes gradients", "kahan", "stochastic", "bf16 8 bits", "bf16 bf16 u8")
 rare += ("not aligned", "whole", "64 columns", "fp32 64 channels", "bf16 1000 channels no weight")
@@ -73,8 +72,9 @@ print(json.dumps([asdict(found) for found in finding.inspect(chosen, target)]))
 """
 
 
-def compiled(target, *every):
-    return program("-c", INSPECT, target, *every)
+def compiled(target, *words):
+    """What was found in the default suite's cases; after ``every`` in all, or in those of names."""
+    return program("-c", INSPECT, target, *words)
 
 
 def _only_spills(line):
@@ -137,7 +137,7 @@ FILES = [n for n in finding.files() if not n.endswith(OF_LISTS)]
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_kernel_file_lists_its_cases(name):
-    cases = list(importlib.import_module(name).cases())
+    cases = finding.cases_of(name)
     assert cases
     for case in cases:
         names = {key for key, _, _ in case.parameters()} | set(case.pointers())
@@ -163,8 +163,7 @@ def test_every_class_of_lengths_that_triton_compiles_anew_is_inspected():
 @pytest.mark.parametrize("name", FILES)
 def test_no_case_has_more_warps_than_amd_allows(name):
     """Compiling for gfx942 takes half a minute; this takes none. Norms of rows have 16 there."""
-    cases = importlib.import_module(name).cases()
-    found = {case.name for case in cases if case.options["num_warps"] > 16}
+    found = {case.name for case in finding.cases_of(name) if case.options["num_warps"] > 16}
     assert found <= {"layer_norm", "rms_norm"}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 
 import pytest
 
@@ -9,11 +10,13 @@ pytest.importorskip("triton")
 
 import triton
 
-from apex.kernels.inspect.instructions import RATES, Counts, Instruction, counted, limits
 from tests.kernels.test_compiled import compiled
+from tools.kernels import finding
+from tools.kernels.instructions import RATES, Counts, Instruction, counted, limits
 
-# Case -> thread instructions for each byte on sm_90, as measured. To write it anew:
-#     python -m tests.kernels.test_instructions
+# Case -> thread instructions for each byte on sm_90, as measured. To write it anew, all or those of
+# some operations:
+#     python -m tests.kernels.test_instructions [NAME ...]
 BUDGETS = pathlib.Path(__file__).with_name("instructions.json")
 # Releases of Triton differ by a few per cent; one more instruction for every five is seen.
 MORE = 1.15
@@ -126,6 +129,43 @@ def test_limits_by_hand():
     assert limits("gfx942", {"fma": 5.0}) == {}
 
 
+# --- the file ---------------------------------------------------------------------------------
+
+
+def record(names):
+    """Write the budgets anew: of all operations, or of those named."""
+    known = dict.fromkeys(case.name for case in finding.cases())
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"{unknown[0]} is no operation with kernels: choose {', '.join(known)}")
+    kept = {
+        case: number
+        for case, number in json.loads(BUDGETS.read_text()).items()
+        if names and case.partition(" ")[0] not in names
+    }
+    found = _sums(compiled("sm_90", "every", *names))
+    BUDGETS.write_text(json.dumps(kept | found, indent=0, sort_keys=True) + "\n")
+
+
+def test_the_budgets_of_one_operation_are_recorded_and_the_others_kept(monkeypatch, tmp_path):
+    here = sys.modules[__name__]
+    asked = []
+
+    def found(*words):
+        asked.append(words)
+        return [{"kernel": "scale", "variant": "fp32", "instructions": {"fma": 1.0, "alu": 0.5}}]
+
+    monkeypatch.setattr(here, "compiled", found)
+    monkeypatch.setattr(here, "BUDGETS", tmp_path / "instructions.json")
+    budgets = {"scale fp32": 2.0, "scale gone": 1.0, "scaled_softmax fp32": 3.0}
+    BUDGETS.write_text(json.dumps(budgets))
+    record(["scale"])
+    assert json.loads(BUDGETS.read_text()) == {"scale fp32": 1.5, "scaled_softmax fp32": 3.0}
+    record([])
+    assert json.loads(BUDGETS.read_text()) == {"scale fp32": 1.5}
+    assert asked == [("sm_90", "every", "scale"), ("sm_90", "every")]
+    with pytest.raises(SystemExit, match="scales is no operation with kernels: choose adagrad, "):
+        record(["scales"])
+
+
 if __name__ == "__main__":
-    found = _sums(compiled("sm_90", "every"))
-    BUDGETS.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
+    record(sys.argv[1:])

@@ -20,11 +20,11 @@ from triton.runtime.interpreter import InterpretedFunction
 if not hasattr(InterpretedFunction, "run"):
     pytest.skip("the interpreter of Triton 3.5 cannot be watched", allow_module_level=True)
 
-from apex.kernels.inspect import finding
 from apex.ops import _runtime
 from tests.kernels import programs
 from tests.kernels.operations import operations
 from tests.kernels.programs import ORDERS, bits, recorded
+from tools.kernels import finding
 
 OPERATIONS = dict(operations())
 

@@ -82,7 +82,7 @@ def test_the_kernel_computes_the_definition(kernel, kind):
 def test_inspection_names_the_scalars_of_the_operation():
     """Kernels may not import operations, so that their cases spell the names again."""
     pytest.importorskip("triton")
-    from apex.kernels.inspect import finding
+    from tools.kernels import finding
 
     inspected = {}
     for case in finding.cases():

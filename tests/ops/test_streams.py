@@ -88,7 +88,7 @@ def test_a_bucket_of_the_wrapper_waits_for_the_streams_of_its_gradients(layers, 
 def test_a_bucket_of_a_sharded_optimizer_is_written_and_sent_in_order(layers, monkeypatch):
     params, made, now = layers
     written, sent = {}, []
-    add, send = shards.Bucket.add, shards.Bucket.send
+    add, send = shards.ShardBucket.add, shards.ShardBucket.send
 
     def added(bucket, place):
         before = written.setdefault(id(bucket), set())
@@ -101,8 +101,8 @@ def test_a_bucket_of_a_sharded_optimizer_is_written_and_sent_in_order(layers, mo
         return send(bucket, *arguments)
 
     optimizer = DistributedFusedAdam(params, bucket_cap_mb=48 / 2**20)
-    monkeypatch.setattr(shards.Bucket, "add", added)
-    monkeypatch.setattr(shards.Bucket, "send", checked)
+    monkeypatch.setattr(shards.ShardBucket, "add", added)
+    monkeypatch.setattr(shards.ShardBucket, "send", checked)
     loss_of(params).backward()
     assert sent == [True] * 8  # six gradients, two buckets
     assert sum(stream.waits for stream in made) == 2

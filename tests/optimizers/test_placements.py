@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.amp.ranks import Pair
+from tests.amp.ranks.cells import Pair
 from tests.optimizers import placed_programs as programs
 from tests.optimizers.common import same
 from tests.tolerance import PARALLEL, assert_close_to_largest, assert_one_rounding

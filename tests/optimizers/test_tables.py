@@ -173,7 +173,7 @@ def test_other_addresses_and_sizes_are_other_tables(cache):
 
 def test_alignment_is_that_of_each_column():
     """One gradient that is not aligned leaves the other columns' accesses 128 bits wide."""
-    inspection = pytest.importorskip("apex.kernels.inspect.case")
+    inspection = pytest.importorskip("tools.kernels.case")
     params = parameters(shapes=SMALL)
     give_grads(params, 0)
     params[0].grad = torch.ones(8)[1:]

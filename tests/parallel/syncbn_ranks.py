@@ -1,4 +1,4 @@
-"""What each of two processes does for test_sync_batchnorm.py; see tests/amp/ranks.py."""
+"""What each of two processes does for test_sync_batchnorm.py; see tests/amp/ranks/cells.py."""
 
 import copy
 from typing import NamedTuple

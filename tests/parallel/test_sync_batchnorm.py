@@ -11,7 +11,7 @@ from torch import nn
 
 import apex.parallel
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
-from tests.amp.ranks import Pair
+from tests.amp.ranks.cells import Pair
 from tests.parallel import syncbn_ranks as ranks
 from tests.parallel.syncbn_ranks import Case
 from tests.tolerance import (

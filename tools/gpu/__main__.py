@@ -61,7 +61,7 @@ class Part:
 PARTS = {
     "suite": Part(
         ["tools.gpu.suite", "--device", "cuda", "--quick", *SUITE], 300,
-        dry=["tools.gpu.suite", "--device", "cpu", "--quick", "tests/amp/test_scaler.py"],
+        dry=["tools.gpu.suite", "--device", "cpu", "--quick", "tests/amp/scaling/test_scaler.py"],
     ),
     # Processes with one cache of compiled kernels: as one process this took over 240 s on an H200.
     **{

@@ -15,8 +15,8 @@ on the device (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old progra
 
 ``initialize`` puts hooks on models and replaces ``step``, ``zero_grad`` and ``add_param_group`` on
 each optimizer. Where functions are cast it switches autocast on in the thread and adds kernels to
-torch's autocast in the process (``tests/amp/test_footprint.py`` has the numbers). ``amp.reset()``
-takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``.
+torch's autocast in the process (``tests/amp/initialize/test_footprint.py`` has the numbers).
+``amp.reset()`` takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``.
 """
 
 from apex._missing import explain_attributes

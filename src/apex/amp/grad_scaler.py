@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from apex.amp._pickled_group import PickledGroup
+from apex.amp._pickled_group import PickledGroup, _default_group
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
 from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import counts_of
-from apex.amp.gradients.step_counts import Outcome, StepCounts
+from apex.amp.gradients.step_counts import Outcome, TakenSteps
 from apex.amp.scaler import check, iter_params
 from apex.ops import _runtime
 from apex.ops.lists import clip
@@ -96,7 +96,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         self.process_group = group
         self._mesh: Any = None  # the root mesh of the parameters, once known
-        self._counts: Any = weakref.WeakKeyDictionary()  # from optimizer to StepCounts
+        self._counts: Any = weakref.WeakKeyDictionary()  # from optimizer to TakenSteps
 
     # -- gradients and the flag ----------------------------------------------------------------
 
@@ -297,10 +297,10 @@ class GradScaler(torch.amp.GradScaler):
             self.get_scale() if scale is None else scale.clone()
         )
 
-    def _counts_of(self, optimizer: Any) -> StepCounts:
+    def _counts_of(self, optimizer: Any) -> TakenSteps:
         if optimizer not in self._counts:
             self._counts[optimizer] = counts_of(iter_params(getattr(optimizer, "param_groups", ())))
-        counts: StepCounts = self._counts[optimizer]
+        counts: TakenSteps = self._counts[optimizer]
         return counts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -321,6 +321,9 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = {"process_group": state["process_group"].group}
         super().__setstate__({**state, **own, "_counts": weakref.WeakKeyDictionary()})
+
+
+_Ranks, _default_ranks = PickledGroup, _default_group  # their names in scalers pickled in 2026
 
 
 def _forget_dropped(state: dict[str, Any]) -> None:

@@ -61,11 +61,11 @@ def scale_loss(
     The step of an optimizer that was not given raises a ``RuntimeError`` if the pass has written
     its gradients, which nothing unscales, and they were not cleared.
     """
-    return _Block(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
+    return _ScaledLoss(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
 
 
 @dataclass(eq=False)
-class _Block(contextlib.AbstractContextManager[torch.Tensor]):
+class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
     """What :func:`scale_loss` returns; errors are raised where the block begins."""
 
     loss: Any
@@ -131,7 +131,7 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
             self._others = [self._watch_other(one) for one in idle if one not in owners]
 
     def _watch_other(self, ledger: Ledger) -> tuple[Ledger, int, list[torch.Tensor], Any]:
-        """Have the last weight noted when its gradient is written: a hook on each takes 10 us."""
+        """Record the last weight when its gradient is written: a hook on each takes 10 us."""
         written: list[torch.Tensor] = []
         weights = [weight for weight in ledger.params.targets[-1:] if weight.requires_grad]
         hooks: list[Any] = [
@@ -148,7 +148,7 @@ class _Block(contextlib.AbstractContextManager[torch.Tensor]):
             for hook in hooks:
                 hook.remove()
             if self._reached and began == other.began:  # no block of it, no zero_grad since then
-                other.note_foreign(written)
+                other.record_scaled_elsewhere(written)
         casting.forget_weights()  # a step makes cached casts stale
         this = self._pass
         if this is None:
@@ -247,4 +247,6 @@ def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Los
 
 # In a compiled step these run as they are: traced, ten steps of a perceptron with the back end
 # "eager" took 32 s instead of 5, in 141 frames instead of 6.
-skip_frames(_Block.__enter__, _Block.__exit__, OptimizerState.step, OptimizerState.zero_grad)
+skip_frames(
+    _ScaledLoss.__enter__, _ScaledLoss.__exit__, OptimizerState.step, OptimizerState.zero_grad
+)

@@ -1,8 +1,7 @@
-"""The command line: time, memory and accuracy by precision, on the user's own machine.
+"""The report: time, memory and accuracy by precision, on the user's own machine.
 
-Nothing in the library imports this package. The modules here import what the ``bench`` extra
-brings only when a command that needs it has been chosen, so that ``apex info`` works with
-torch alone.
+``training`` is `apex bench`, ``kernels`` is `apex bench kernels`. Only the command line imports
+them, when one of the two is chosen: they need what the ``bench`` extra brings.
 """
 
 __all__: list[str] = []

@@ -189,7 +189,7 @@ class StepError(TypeError):
 
 
 @dataclass
-class Outcome:
+class ReplayResult:
     """What a replay gave.
 
     Attributes:
@@ -244,16 +244,16 @@ class Replay:
         # Those whose outputs matter: not a validation, or what a discriminator was given.
         self.judged = [call for call in calls if call.passes] or calls
 
-    def run(self, factor: float = 1.0) -> Outcome:
+    def run(self, factor: float = 1.0) -> ReplayResult:
         """Run all calls forward and backward, at ``factor`` times the loss scale."""
-        outcome = Outcome()
+        result = ReplayResult()
         made: dict[int, torch.Tensor] = {}  # by the memory of what the call gave at first
         for call in self.calls:
             with as_it_was(call):
                 args, kwargs = tree_map(lambda one: _leaf(one, made), (call.args, call.kwargs))
                 outputs = tensors_in(call.model(*args, **kwargs))
             if call in self.judged:
-                outcome.outputs.append(outputs)
+                result.outputs.append(outputs)
             for gave, now in zip(call.gave, outputs, strict=False):
                 if gave is not None and not gave.expired():  # type: ignore[no-untyped-call]
                     made[gave.cdata] = now
@@ -265,10 +265,10 @@ class Replay:
                     for place, gradient in passed.items()
                     if place < len(outputs) and outputs[place].requires_grad
                 ]
-                self.backward(outcome, pairs, given, keep=passed is not passes[-1])
-        return outcome
+                self.backward(result, pairs, given, keep=passed is not passes[-1])
+        return result
 
-    def run_step(self, factor: float = 1.0) -> Outcome:
+    def run_step(self, factor: float = 1.0) -> ReplayResult:
         """Run the program's own function, with the loss."""
         assert self.step is not None
         with as_it_was(self.calls[0], autocast=False) if self.calls else nullcontext():
@@ -278,21 +278,21 @@ class Replay:
                     f"apex.debug: step() returned {type(loss).__name__}; it must compute the loss "
                     "of the current batch, without backward, and return it: a tensor of one element"
                 )
-            outcome = Outcome(loss=loss)
+            result = ReplayResult(loss=loss)
             if loss.requires_grad:
                 pair = (loss * self.scale * factor, torch.ones_like(loss))
-                self.backward(outcome, [pair], [], keep=False)
-        return outcome
+                self.backward(result, [pair], [], keep=False)
+        return result
 
     def backward(
         self,
-        outcome: Outcome,
+        result: ReplayResult,
         pairs: list[tuple[torch.Tensor, torch.Tensor]],
         given: list[torch.Tensor],
         *,
         keep: bool,
     ) -> None:
-        """Add the gradients of pairs of an output and its gradient to the outcome."""
+        """Add the gradients of pairs of an output and its gradient to the result."""
         if not pairs or not self._named:
             return
         outputs, seeds = zip(*pairs, strict=True)
@@ -304,9 +304,9 @@ class Replay:
             found = [*torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True)]
         for name, gradient in zip(self._named, found, strict=False):
             if gradient is not None:
-                before = outcome.gradients.get(name)
-                outcome.gradients[name] = gradient if before is None else before + gradient
-        outcome.inputs += [one for one in found[len(self._named) :] if one is not None]
+                before = result.gradients.get(name)
+                result.gradients[name] = gradient if before is None else before + gradient
+        result.inputs += [one for one in found[len(self._named) :] if one is not None]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from apex.debug.calls import Call, Outcome, Replay, StepError, unchanged
+from apex.debug.calls import Call, Replay, ReplayResult, StepError, unchanged
 from apex.debug.growth import Growth
 from apex.debug.ranks import Together
 from apex.debug.report import Report
@@ -142,8 +142,8 @@ class _Explanation:
     # -- replays -------------------------------------------------------------------------------
 
     def _trace(
-        self, run: Callable[[], Outcome], fill: float | None = None
-    ) -> tuple[Outcome, Origin | None]:
+        self, run: Callable[[], ReplayResult], fill: float | None = None
+    ) -> tuple[ReplayResult, Origin | None]:
         known: list[tuple[torch.Tensor, tuple[str, str]]] = []
         known += [(param, ("parameter", name)) for name, param in self._named.items()]
         known += [(one, ("buffer", name)) for name, one in named_in(self._models, "named_buffers")]
@@ -160,25 +160,25 @@ class _Explanation:
         if self._tape is not None:
             self._tape.trace = trace
         with torch.compiler.set_stance("force_eager"), trace.running():
-            outcome = run()
-        return outcome, self._origin(trace, outcome)
+            result = run()
+        return result, self._origin(trace, result)
 
-    def _origin(self, trace: Trace, outcome: Outcome) -> Origin | None:
+    def _origin(self, trace: Trace, result: ReplayResult) -> Origin | None:
         """The origin of what is not finite in the end: loss first, then gradients, outputs."""
 
         def origins(tensors: Iterable[torch.Tensor]) -> list[Origin]:
             return [origin for one in tensors if (origin := trace.origin_of(one)) is not None]
 
-        for origin in origins([] if outcome.loss is None else [outcome.loss]):
+        for origin in origins([] if result.loss is None else [result.loss]):
             if origin.kind != "mask":
                 return origin
-        outputs = [one for one in origins(outcome.bad_outputs()) if one.kind != "mask"]
-        gradients = origins(outcome.bad_gradients().values())
+        outputs = [one for one in origins(result.bad_outputs()) if one.kind != "mask"]
+        gradients = origins(result.bad_gradients().values())
         inside = [one for one in gradients if one.kind != "gradient"]
         if gradients and not inside:  # the output of a call: by another one that took it?
-            inside = [one for one in origins(outcome.inputs) if one.kind == "operation"]
+            inside = [one for one in origins(result.inputs) if one.kind == "operation"]
         if inside:  # backward computes with what the forward broke, and may break it once more
-            used = zip(self._replay.judged, outcome.outputs, strict=False)
+            used = zip(self._replay.judged, result.outputs, strict=False)
             reached = [one for call, all_ in used for one in call.with_gradient(all_)]
             inside += [one for one in origins(reached) if one.kind == "operation"]
             return min(inside, key=_order)
@@ -188,15 +188,15 @@ class _Explanation:
 
     def _replayed(self) -> Report:
         run = self._replay.run if self._fault.calls else self._replay.run_step
-        outcome, origin = self._trace(run)
+        result, origin = self._trace(run)
         was_bad = any(call.had_bad_output() for call in self._replay.judged)
-        differs = was_bad and not outcome.had_bad_output()
+        differs = was_bad and not result.had_bad_output()
         is_shown = self._any(origin is not None) and not self._any(differs)
         after = origin is not None and origin.kind == "gradient"
         if self._has_step and (not is_shown or self._any(after)):
             again, inside = self._trace(self._replay.run_step)
             if self._any(inside is not None):
-                run, outcome, origin, is_shown = self._replay.run_step, again, inside, True
+                run, result, origin, is_shown = self._replay.run_step, again, inside, True
             elif is_shown:
                 self._notes.append("step() did not show the fault: is it the batch of this step?")
         prepared = None
@@ -205,13 +205,13 @@ class _Explanation:
             if inside is not None and _is_input(origin):
                 prepared = inside if 0 < inside.index <= self._tape.prepared else None
             elif inside is not None:
-                run, outcome, origin, is_shown = self._run_tape, again, inside, True
+                run, result, origin, is_shown = self._run_tape, again, inside, True
         if not is_shown:
             return self._not_shown(run, was_bad)
-        report = self._classify(run, outcome, origin)
+        report = self._classify(run, result, origin)
         if prepared is not None:
             self._name_line_of_input(report, prepared)
-        report.parameters = list(outcome.bad_gradients())
+        report.parameters = list(result.bad_gradients())
         buffers = named_in(self._models, "named_buffers")
         bad = [name for name, one in buffers if is_bad(one) and bool(one.isnan().any())]
         if bad and (origin is None or origin.kind != "buffer"):
@@ -220,23 +220,23 @@ class _Explanation:
             )
         return report
 
-    def _run_tape(self, factor: float = 1.0) -> Outcome:
+    def _run_tape(self, factor: float = 1.0) -> ReplayResult:
         """Run again what the program computed before, between and after the forwards."""
         assert self._tape is not None
         return self._tape.run(self._replay, factor)
 
-    def _try_tape(self) -> tuple[Outcome, Origin | None]:
+    def _try_tape(self) -> tuple[ReplayResult, Origin | None]:
         try:
             return self._trace(self._run_tape)
         except Exception:  # noqa: BLE001  # the program's own code; the report says what is known
-            return Outcome(), None
+            return ReplayResult(), None
 
     def _name_line_of_input(self, report: Report, origin: Origin) -> None:
         """Say which line before the forward made an input not finite."""
         report.sentence = report.sentence.removesuffix(".") + f": {origin.place()} made it so."
         report.line, report.operation, report.call = origin.line, origin.name, origin.call
 
-    def _not_shown(self, run: Callable[[], Outcome], in_forward: bool) -> Report:
+    def _not_shown(self, run: Callable[[], ReplayResult], in_forward: bool) -> Report:
         if self._any(self._fault.bad_loss):
             return self._make(
                 "loss",
@@ -245,12 +245,12 @@ class _Explanation:
             )
         _, origin = self._trace(run, fill=math.nan)  # before replays that read memory as it is
         if origin is not None and origin.kind == "memory":
-            return self._classify(run, Outcome(), origin)
+            return self._classify(run, ReplayResult(), origin)
         shows = []
         for stance in ("default", "force_eager") * 2:  # it may have random numbers of its own
             with torch.compiler.set_stance(stance):
-                outcome = run()
-            bad = outcome.had_bad_output() if in_forward else outcome.is_bad()
+                result = run()
+            bad = result.had_bad_output() if in_forward else result.is_bad()
             shows.append(self._any(bad))
         if shows == [True, False] * 2:
             return self._make(
@@ -280,13 +280,13 @@ class _Explanation:
     # -- causes --------------------------------------------------------------------------------
 
     def _classify(
-        self, run: Callable[..., Outcome], outcome: Outcome, origin: Origin | None
+        self, run: Callable[..., ReplayResult], result: ReplayResult, origin: Origin | None
     ) -> Report:
         inside = origin is not None and origin.kind in ("operation", "mask")
         healed, finite, largest = None, False, math.nan
         if inside or self._fault.together.needs_others:  # on all ranks that replay together
-            healed = self._scale(run, outcome)
-            largest, finite = self._widen(run, outcome, origin or Origin("", ""))
+            healed = self._scale(run, result)
+            largest, finite = self._widen(run, result, origin or Origin("", ""))
         if origin is None:
             return self._make("rank", "The value came by a collective from another rank.")
         if origin.kind == "gradient":
@@ -334,25 +334,28 @@ class _Explanation:
         )
         return self._make("loss", sentence, origin)
 
-    def _scale(self, run: Callable[..., Outcome], outcome: Outcome) -> float | None:
+    def _scale(self, run: Callable[..., ReplayResult], result: ReplayResult) -> float | None:
         """The highest scale, in halvings, at which gradients are finite; ``None`` for none."""
         scale = self._fault.scale
-        if scale <= 1.0 or self._any(bool(outcome.bad_outputs())):
+        if scale <= 1.0 or self._any(bool(result.bad_outputs())):
             return None
         if self._any(run(0.5**_HALVINGS).is_bad()):
             return None
+        # Whether gradients are finite goes from False to True once as the scale is halved, and it
+        # is True after _HALVINGS: bisection runs the step log2 as often. `fewer` is the place in
+        # `halvings`, which begins with 1.
         halvings = range(1, _HALVINGS)
         fewer = bisect_left(halvings, True, key=lambda n: not self._any(run(0.5**n).is_bad()))
         return float(scale * 0.5 ** (fewer + 1))
 
     def _widen(
-        self, run: Callable[..., Outcome], outcome: Outcome, origin: Origin
+        self, run: Callable[..., ReplayResult], result: ReplayResult, origin: Origin
     ) -> tuple[float, bool]:
         """Largest result of the operation in float32, and whether all is finite there."""
         wide = Wide(origin.index)
         with torch.compiler.set_stance("force_eager"), wide:
             again = run()
-        if origin.direction == "forward" and outcome.bad_outputs():
+        if origin.direction == "forward" and result.bad_outputs():
             results = [one for outputs in again.outputs for one in outputs]
         else:
             results = [*again.gradients.values(), *again.inputs]

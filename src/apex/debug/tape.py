@@ -1,4 +1,4 @@
-"""What was noted of a step by :class:`apex.debug.lines.Lines`, and how it runs again."""
+"""What was recorded of a step by :class:`apex.debug.lines.Lines`, and how it runs again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 
 from apex.debug.calls import (
     Call,
-    Outcome,
     Replay,
+    ReplayResult,
     as_it_was,
     random_states,
     set_random_states,
@@ -27,7 +27,7 @@ from apex.debug.tracing import Trace, show_line
 Ref = weakref.ref  # to what was made, by which a replay finds what it makes in its place
 
 
-class Noted(NamedTuple):
+class Recorded(NamedTuple):
     """A function that a program called, and where.
 
     Tensors that the tape has seen made are references, in ``args`` too: a tensor would keep its
@@ -51,7 +51,7 @@ class Forward(NamedTuple):
 
 @dataclass
 class Tape:
-    """What was noted of one step.
+    """What was recorded of one step.
 
     Attributes:
         items: In order.
@@ -65,7 +65,7 @@ class Tape:
         prepared: How many operations of a trace came before the first forward.
     """
 
-    items: list[Noted | Forward] = field(default_factory=list)
+    items: list[Recorded | Forward] = field(default_factory=list)
     losses: list[Ref[torch.Tensor]] = field(default_factory=list)
     earlier: Tape | None = None
     is_whole: bool = True
@@ -101,7 +101,7 @@ class Tape:
                 self.earlier = None
 
     def can_run(self, last: Call) -> bool:
-        """Whether all was noted up to a forward, and nothing that it reads was written since."""
+        """Whether all was recorded up to a forward, and nothing that it reads was written since."""
         forwards = [i for tape in self._all() for i in tape.items if isinstance(i, Forward)]
         return any(last is item.call for item in forwards) and all(
             tape.is_whole
@@ -118,37 +118,39 @@ class Tape:
             yield from self.earlier._all()
         yield self
 
-    def run(self, replay: Replay, factor: float = 1.0) -> Outcome:
+    def run(self, replay: Replay, factor: float = 1.0) -> ReplayResult:
         """Run all again, forward and backward, at ``factor`` times the loss scale."""
-        outcome, self.prepared = Outcome(), 0
+        result, self.prepared = ReplayResult(), 0
         made: dict[int, torch.Tensor] = {}  # by the id of a reference, or of a tensor that is kept
         for tape in self._all():
             made.update({key: one.clone() for key, one in tape.before.items()})
             set_random_states(tape.random)
             for item in tape.items:
-                self._run(item, made, outcome)
+                self._run(item, made, result)
         losses = [ref for tape in self._all() for ref in tape.losses]
         for number, ref in enumerate(losses, 1):
-            now = outcome.loss = made[id(ref)]
+            now = result.loss = made[id(ref)]
             if now.requires_grad:
                 pair = (now if factor == 1.0 else now * factor, torch.ones_like(now))
-                replay.backward(outcome, [pair], [], keep=number < len(losses))
-        return outcome
+                replay.backward(result, [pair], [], keep=number < len(losses))
+        return result
 
-    def _run(self, item: Noted | Forward, made: dict[int, torch.Tensor], outcome: Outcome) -> None:
-        if isinstance(item, Noted):
+    def _run(
+        self, item: Recorded | Forward, made: dict[int, torch.Tensor], result: ReplayResult
+    ) -> None:
+        if isinstance(item, Recorded):
             self._at(item)
             args, kwargs = tree_map(lambda one: made.get(id(one), one), (item.args, item.kwargs))
             now = tensors_of(item.function(*args, **kwargs))
             self._at(None)
         else:
-            if self.trace is not None and not outcome.outputs:
+            if self.trace is not None and not result.outputs:
                 self.prepared = self.trace.count
             call = item.call
             with as_it_was(call):
                 args, kwargs = tree_map(lambda one: self._now(one, made), (call.args, call.kwargs))
                 now = tensors_in(call.model(*args, **kwargs))
-            outcome.outputs.append(now)
+            result.outputs.append(now)
         made.update({id(ref): one for ref, one in zip(item.results, now, strict=False)})
 
     def _now(self, leaf: Any, made: dict[int, torch.Tensor]) -> Any:
@@ -156,12 +158,12 @@ class Tape:
             return leaf
         return made.get(id(self.ref(leaf)), made.get(id(leaf), leaf))
 
-    def _at(self, item: Noted | None) -> None:
+    def _at(self, item: Recorded | None) -> None:
         if self.trace is not None:
             self.trace.at = show_line(item.code, _line(item)) if item and item.code else ""
 
 
-def _line(item: Noted) -> int:
+def _line(item: Recorded) -> int:
     """The line of an instruction; looked up in a replay, since it takes 1 us in a long function."""
     assert item.code is not None
     lines = item.code.co_lines()

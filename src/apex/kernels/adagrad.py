@@ -1,12 +1,7 @@
 """The Adagrad update on float32 tiles; see :mod:`apex.ops.updates.adagrad` for the definition."""
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
-
-from apex.kernels.inspect.case import Case
-from apex.kernels.storage import optimizer_cases
 
 
 @triton.jit
@@ -17,9 +12,3 @@ def adagrad(values, s):
     squares = values[2] + total * total
     update = tl.div_rn(total, tl.sqrt_rn(squares) + s.eps) + s.decay * param
     return param - s.lr * update, squares, grad
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected."""
-    scalars = "factor lr eps l2 decay"
-    yield from optimizer_cases(adagrad, states=1, scalars=scalars, narrow_states=True)

@@ -1,13 +1,7 @@
 """The Adam update on float32 tiles; see :mod:`apex.ops.updates.adam` for the definition."""
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
-
-from apex.kernels.inspect.case import Case
-from apex.kernels.inspect.list_case import case
-from apex.kernels.storage import optimizer_cases
 
 SCALARS = "factor lr beta1 one_minus_beta1 beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
 
@@ -37,13 +31,3 @@ def adam(values, s):
 def adam_eps_inside(values, s):
     """As `adam`, with eps below the root."""
     return _adam(values, s, True)
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected."""
-    yield from optimizer_cases(adam, states=2, scalars=SCALARS)
-    yield from optimizer_cases(adam_eps_inside, states=2, scalars=SCALARS)
-    yield case(
-        adam, "fp32 fp32 fp32 fp32", ((1, 0), (2, 1), (3, 2)), SCALARS,
-        variant="joined groups", on_device="factor", per_tensor="unbias1 unbias2",
-    )  # fmt: skip

@@ -12,16 +12,13 @@ address: such a row's loss and gradients are nan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty, half, multiprocessors, power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
 # values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are
@@ -207,28 +204,3 @@ def backward(
         num_warps=WARPS, **NO_FUSION,
     )  # fmt: skip
     return [out if written is out else out.copy_(written)]
-
-
-# -- what is inspected ---------------------------------------------------------------------------
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected: few rows, which several programs share."""
-    pointers = "same_logits labels largest total centered losses lse dy"
-    narrow = {f"{name}_ptr": "one number a row or part" for name in pointers.split()}
-    labels, each = meta("i64", 4), meta("fp32", 4)
-    sizes = [(kind, 64 * BLOCK - 8) for kind in ("fp32", "fp16", "bf16")]
-    for kind, columns in (*sizes, ("bf16", 64 * BLOCK + 1), ("bf16", 1)):
-        logits = meta(kind, 4, columns)
-        known: dict[str, Any] = {"logits": logits, "labels": labels, "lse": each, "smoothing": 0.1}
-        odd = f" {columns} columns" if columns % 8 else ""
-        calls: list[tuple[str, Any]] = [
-            ("", partial(forward, logits, labels, 0.0, -100)),
-            (f"{odd} smoothed", partial(forward, logits, labels, 0.1, -100)),
-            (odd, partial(backward, each, [True], **known, padding_idx=-100)),
-        ]
-        for words, call in calls[1 if odd else 0 :]:
-            yield from launched(
-                call, "cross_entropy", kind + words, writes=("out_ptr",), narrow=narrow,
-                tile=min(BLOCK, _block(columns)), aligned=not odd,
-            )  # fmt: skip

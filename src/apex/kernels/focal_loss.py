@@ -7,9 +7,6 @@ the compiler, which makes multiplications of the divisions that find an element'
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +14,6 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty
-from apex.kernels.inspect.case import Case, launched, meta
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
 LANE = 8  # neighbours that one thread reads of them
@@ -158,26 +154,3 @@ def backward(
     out = torch.empty_like(logits)
     _launch(logits, (targets, None, dy, num_positives, out), **numbers)
     return [out]
-
-
-def cases() -> Iterator[Case]:
-    """What is compiled and inspected."""
-    one, targets = meta("fp32", 1), meta("i64", 4095)
-    usual = itertools.product(("fp16", "bf16", "fp32"), (1.5, 2.0), (91,))
-    for kind, gamma, classes in (*usual, ("bf16", 2.0, 64), ("bf16", 2.0, 1)):
-        x = meta(kind, 4095, classes)
-        known: dict[str, Any] = {"targets": targets, "num_positives": one, "classes": classes}
-        known |= {"alpha": 0.25, "gamma": gamma, "smoothing": 0.1}
-        for way, call in (
-            ("forward", partial(forward, x, *known.values())),
-            ("backward", partial(backward, one, [True], logits=x, **known)),
-        ):
-            yield from launched(
-                call, "focal_loss", f"{way} {kind}{' squared' * (gamma == 2.0)}"
-                + f" {classes} columns" * (classes != 91),
-                writes=("out_ptr",), tail=True,
-                narrow={"targets_ptr": "one number a row", "sums_ptr": "one number a program"}
-                | dict.fromkeys(("dy_ptr", "positives_ptr"), "one number"),
-                computes="an exponential, a logarithm, a division and some 15 comparisons an "
-                "element",
-            )  # fmt: skip

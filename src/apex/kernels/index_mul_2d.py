@@ -6,15 +6,11 @@ it adds up, for one of its rows and a block of columns, all rows with that index
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, half, power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
 
 TILE = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 COLUMNS = 128  # of a tile, at most
@@ -85,23 +81,13 @@ def backward(
         return [din2, None]
     din1, (rows, columns), (height, width) = torch.empty_like(in1), in1.shape, _tile(in1.shape[1])
     if rows:
+        # Rows that chose the same row of ``in1`` are a segment of the sorted index. Each row of
+        # ``in1`` finds where its segment begins by bisection, which gives an empty one to those
+        # that none has chosen, and leaves indices out that are outside of ``in1``. So a program
+        # adds up one row of the gradient, in the order of the rows of ``dy`` (the sort is stable):
+        # without atomics, and with the same bits at each call.
         sorted_index, order = index.long().sort(stable=True)
         firsts = torch.searchsorted(sorted_index, torch.arange(rows + 1, device=index.device))
         grid = (rows, cdiv(columns, width))
         _sums[grid](dy, in2, order, firsts, din1, 2 * columns, height, width, **OPTIONS)
     return [din2, din1]
-
-
-def cases() -> Iterator[Case]:
-    """What is compiled and inspected."""
-    narrow = dict.fromkeys(("index_ptr", "order_ptr"), "one number a row")
-    narrow |= {"firsts_ptr": "two numbers a program", "out_ptr": "one row a program"}
-    index = meta("i64", 4100)
-    usual = [(kind, 1000) for kind in ("fp16", "bf16", "fp32")]
-    for kind, columns in (*usual, ("bf16", COLUMNS + 1), ("bf16", 1)):
-        x, odd = meta(kind, 4100, columns), columns % 8
-        yield from launched(
-            partial(backward, x, [True, True], in2=x, in1=x, index=index), "index_mul_2d",
-            f"{kind} {columns} columns" if odd else kind, writes=("y_ptr",), narrow=narrow,
-            aligned=not odd, tile=TILE,
-        )  # fmt: skip

@@ -1,12 +1,7 @@
 """The Lion update on float32 tiles; see :mod:`apex.ops.updates.lion` for the definition."""
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
-
-from apex.kernels.inspect.case import Case
-from apex.kernels.storage import optimizer_cases
 
 
 @triton.jit
@@ -17,9 +12,3 @@ def lion(values, s):
     update = tl.where(mean > 0, 1.0, tl.where(mean < 0, -1.0, mean))  # nan stays nan
     param = param - s.lr * (update + s.weight_decay * param)
     return param, s.beta2 * average + s.rest2 * grad, grad
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected."""
-    scalars = "factor lr weight_decay beta1 rest1 beta2 rest2"
-    yield from optimizer_cases(lion, states=1, scalars=scalars)

@@ -1,12 +1,7 @@
 """The NovoGrad update on float32 tiles; see :mod:`apex.ops.updates.novograd` for the definition."""
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
-
-from apex.kernels.inspect.case import Case
-from apex.kernels.storage import optimizer_cases
 
 
 @triton.jit
@@ -17,11 +12,3 @@ def novograd(values, s):
     exp_avg = s.beta1 * values[2] + s.grad_share * total
     update = tl.div_rn(exp_avg * s.unbias1, s.moment_divisor) + s.decay * param
     return param - s.lr * update, exp_avg, grad
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected."""
-    scalars = "factor lr beta1 grad_share unbias1 l2 decay grad_divisor moment_divisor"
-    yield from optimizer_cases(
-        novograd, states=1, scalars=scalars, per_tensor="moment_divisor", narrow_states=True
-    )

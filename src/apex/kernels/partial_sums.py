@@ -3,13 +3,9 @@
 Always in the same order, so that a sum is repeated bit for bit.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
-
-from apex.kernels.inspect.case import Case, launched, meta
 
 # As the definition in plain PyTorch computes: multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -41,12 +37,19 @@ def reduced(values, LARGEST: tl.constexpr):
 def segment_kernel(
     partial_ptr, firsts_ptr, out_ptr, SUMS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add up a tensor's partial sums, ``BLOCK`` at a time; the arguments are those of `summed`."""
+    """Add up the partial sums of a tensor, its segment; the arguments are those of `summed`.
+
+    Programs of `list_kernel` are numbered tensor by tensor, so the rows of a tensor follow each
+    other: ``firsts`` has where each segment begins, and behind the last one where it ends. Nothing
+    has to be searched, and a program adds up its segment in the same order at each call.
+    """
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(firsts_ptr + tensor)
     last = tl.load(firsts_ptr + tensor + 1)
     lanes = tl.arange(0, BLOCK)
     for i in tl.static_range(SUMS):
+        # Each lane adds every BLOCK-th row; the lanes are added up at the end. A row behind the
+        # segment counts as 0, which changes no sum, and no largest magnitude either.
         total = tl.zeros((BLOCK,), tl.float32)
         for at in range(first, last, BLOCK):
             rows = at + lanes
@@ -72,13 +75,3 @@ def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False
         partial, firsts, out, SUMS=sums, LARGEST=largest, BLOCK=PARTIALS, **OPTIONS
     )
     return out
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected."""
-    narrow = {"partial_ptr": "one number for 8192 elements of the tensors"}
-    narrow |= {"firsts_ptr": "two numbers a tensor", "out_ptr": "one number a tensor"}
-    yield from launched(
-        lambda: summed(meta("fp32", 300, 1), meta("i64", 10)), "segment_sums", "fp32",
-        prefix="segment_kernel", narrow=narrow,
-    )  # fmt: skip

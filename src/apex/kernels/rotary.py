@@ -11,8 +11,6 @@ The backward is the same kernel, which takes the two halves of sin crosswise and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
 
 # Elements of each half; of a warp 8 a thread, 128 bits of a 16-bit tensor. Derived, not measured.
 TILE = 1024
@@ -51,7 +48,7 @@ def rotary_kernel(
         cos_2 = tl.load(cos_ptr + table + HALF + lanes, lanes < HALF)[None, :]
         sin_1 = tl.load(sin_ptr + table + lanes, lanes < HALF)[None, :]
         sin_2 = tl.load(sin_ptr + table + HALF + lanes, lanes < HALF)[None, :]
-        if BACK:
+        if BACK:  # the transpose of (cos_1, -sin_1; sin_2, cos_2)
             sin_1, sin_2 = -sin_2, -sin_1
         for start in range(0, heads, HEADS):
             head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
@@ -110,21 +107,3 @@ def _tiles(channels: int, half: int, heads: int) -> tuple[int, int, int, int, in
     width = max(lanes, rest // 2)
     height = min(power_of_2(heads), max(1, TILE // width))
     return channels, half, height, lanes, rest, min(16, max(1, height * width // WARP))
-
-
-def cases() -> Iterator[Case]:
-    """What is compiled and inspected."""
-    narrow = dict.fromkeys(("cos_ptr", "sin_ptr"), "one row a position, once for all heads")
-    narrow["positions_ptr"] = "one number a position"
-    shapes = [(128, 64, 1), (96, 32, 1), (80, 40, 2)]
-    for kind, more in (("fp16", []), ("bf16", [(8192, 4096, 1), (71, 35, 1)]), ("fp32", [])):
-        for channels, half, groups in shapes + more:
-            table = meta("fp32", 500, 2 * half)
-            positions = None if groups == 1 else meta("i64", 500, groups)
-            t = meta(kind, 500, 8, 64, channels * groups)
-            yield from launched(
-                partial(forward, t, table, table, positions, 0, half < 64), "rotary",
-                f"{kind} {2 * half} of {channels}, times {groups}", prefix="rotary_kernel",
-                writes=("y_ptr",), narrow=narrow, aligned=channels % 16 == 0,
-                tile=max(1, TILE // max(half, 64)) * t.shape[-1], amd={"num_warps": 2},
-            )  # fmt: skip

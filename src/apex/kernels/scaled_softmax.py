@@ -3,7 +3,7 @@
 Two walks over the blocks of a row. The first finds the largest logit and the sum of exponentials,
 rescaled when a larger logit comes (Milakov and Gimelshein, arXiv:1805.02867); backward the sum of
 dy * y. The second computes. A row of one block stays in registers, that is, the compiler reads it
-once (`apex kernels` shows the bytes); the second walk over a longer one finds much in the cache.
+once (`./dev kernels` shows the bytes); the second walk over a longer one finds much in the cache.
 
 A causal row is read up to the end of the 16 columns in which its diagonal lies: so every access is
 whole, 128 bits wide. A mask is read through its strides, 0 where heads or batches share it.
@@ -11,8 +11,7 @@ whole, 128 bits wide. A mask is read through its strides, 0 where heads or batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, half, power_of_2
-from apex.kernels.inspect.case import Case, launched, meta
 
 NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
 # The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16
 # of each of two tensors. Longer rows: two 128-bit reads of 16-bit numbers a thread. Derived from
-# the compiled code (`apex kernels`), not tuned on a GPU.
+# the compiled code (`./dev kernels`), not tuned on a GPU.
 WIDEST_FORWARD, WIDEST_BACKWARD, WARPS = 16384, 8192, 16
 BLOCK, BLOCK_WARPS = 4096, 8
 SMALLEST_TILE = 2048  # elements: short rows share a program
@@ -179,40 +177,3 @@ def backward(
         num_warps=warps, **NO_FUSION,
     )  # fmt: skip
     return [dx]
-
-
-# -- what is inspected ---------------------------------------------------------------------------
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected: several rows in a tile, the longest of one block, longer and odd ones."""
-    half = {True: 0.5, False: 1.0}  # causal rows are read up to the diagonal
-    narrow = {"mask_ptr": "8 bytes beside 8 logits"}
-    for kind in ("fp32", "bf16"):  # float16 has the widths of bfloat16
-        for n_cols in (1000, WIDEST_FORWARD, 2 * WIDEST_FORWARD):
-            x, bytes_ = meta(kind, 2, 3, 500, n_cols), meta("u8", 2, 3, 500, n_cols)
-            masked: Any = (bytes_, False, "masked", ("x_ptr", "mask_ptr"))
-            for mask, causal, words, reads in (masked, (None, True, "causal", ("x_ptr",))):
-                yield from launched(
-                    partial(forward, x, mask, 0.5, causal), "scaled_softmax",
-                    f"{n_cols} {kind} {words}", reads=reads, writes=("y_ptr",), narrow=narrow,
-                    read=half[causal],
-                )  # fmt: skip
-        for n_cols in (1000, WIDEST_BACKWARD, 2 * WIDEST_BACKWARD):
-            y = meta(kind, 2, 3, 500, n_cols)
-            for causal in (False, True):
-                yield from launched(
-                    partial(backward, y, [True], y=y, scale=0.5, causal=causal), "scaled_softmax",
-                    f"{n_cols} {kind}{' causal' * causal}", writes=("dx_ptr",), read=half[causal],
-                )  # fmt: skip
-    for n_cols in (1, 1001, 2 * WIDEST_FORWARD + 1):
-        x, bytes_ = meta("bf16", 2, 3, 500, n_cols), meta("u8", 2, 3, 500, n_cols)
-        back = partial(backward, x, [True], y=x, scale=0.5, causal=False)
-        for call, reads, to in (
-            (partial(forward, x, bytes_, 0.5, False), ("x_ptr", "mask_ptr"), "y_ptr"),
-            (back, ("dy_ptr", "y_ptr"), "dx_ptr"),
-        ):
-            yield from launched(
-                call, "scaled_softmax", f"{n_cols} bf16", reads=reads, writes=(to,), narrow=narrow,
-                aligned=False,
-            )  # fmt: skip

@@ -1,13 +1,7 @@
 """The SGD updates on float32 tiles; see :mod:`apex.ops.updates.sgd` for the definition."""
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
-
-from apex.kernels.inspect.case import Case
-from apex.kernels.inspect.list_case import case
-from apex.kernels.storage import optimizer_cases
 
 
 @triton.jit
@@ -26,15 +20,3 @@ def momentum(values, s):
     buffer = tl.where(s.first != 0, total + 0.0, buffer)  # never -0.0
     update = tl.where(s.lookahead != 0, total + s.lookahead * buffer, buffer)
     return param - s.lr * (update + s.late_decay * param), buffer, grad
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected."""
-    scalars = "factor lr momentum one_minus_dampening l2 late_decay lookahead first"
-    yield from optimizer_cases(sgd, states=0, scalars="factor lr weight_decay")
-    yield from optimizer_cases(momentum, states=1, scalars=scalars, narrow_states=True)
-    for columns in ("fp16 fp16 fp16", "bf16 bf16 bf16"):
-        yield case(
-            momentum, columns, ((1, 0), (2, 1)), scalars,
-            on_device="factor", per_tensor="first", variant="first step",
-        )  # fmt: skip

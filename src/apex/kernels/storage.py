@@ -4,16 +4,12 @@ The weight is column 1 in and value 0 out; the storage's own column is the last 
 value is appended to what the update returned.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from apex.kernels.inspect.case import Case
-from apex.kernels.inspect.list_case import case
-from apex.kernels.multi_tensor import rounded as rounded  # by its name, with the others
-from apex.kernels.multi_tensor import widened
+# by their names, with the others
+from apex.kernels.multi_tensor import rounded as rounded
+from apex.kernels.multi_tensor import widened as widened
 
 
 @triton.jit
@@ -78,50 +74,3 @@ def rounded_stochastically(raw, values, new, index, seed):
     for i in tl.static_range(1, len(new)):
         stored = stored + (new[i],)
     return stored
-
-
-def optimizer_cases(
-    update: Any,
-    states: int,
-    scalars: str,
-    *,
-    per_tensor: str = "",
-    narrow_states: bool = False,
-) -> Iterator[Case]:
-    """Describe an optimizer's update with each storage, as :mod:`apex.ops.lists.storage` runs it.
-
-    Args:
-        update: ``(grad, param, *states) -> (param, *states, grad)``.
-        states: How many there are; they are float32.
-        scalars: Names of the update's; ``factor`` is on the device.
-        per_tensor: Which of them are a number for each tensor.
-        narrow_states: Whether states have the weight's dtype where no storage is beside it.
-    """
-    all_states = " fp32" * states
-    stores = tuple((1 + number, number) for number in range(1 + states))
-    copy, beside, grad = (2 + states, 0), (2 + states, 2 + states), (0, 1 + states)
-    half = "bf16 bf16" + all_states
-
-    def one(variant: str, columns: str, *more: tuple[int, int], **others: Any) -> Case:
-        return case(
-            update, columns, (*stores, *more), scalars, variant=variant, on_device="factor",
-            per_tensor=per_tensor, **others,
-        )  # fmt: skip
-
-    for kind in ("fp32", "fp16", "bf16"):
-        yield one("", f"{kind} {kind}{all_states}")
-        if narrow_states and kind != "fp32":
-            yield one("", " ".join([kind] * (2 + states)))
-    yield one("copies", f"fp16 fp32{all_states} fp16", copy, write_only=(2 + states,))
-    yield one("writes gradients", "fp16 fp16" + all_states, grad)
-    yield one("low bits", f"{half} i16", beside, codec=(join_low_bits, split_low_bits))
-    yield one("kahan", f"{half} bf16", beside, codec=(add_error, keep_error))
-    yield one("stochastic", half, codec=(widened, rounded_stochastically), seeded=True)
-    yield one("gradients not aligned", "fp16 fp16" + all_states, unaligned=(0,))
-    codes = " u8" * states
-    for kind in ("fp32", "bf16") if states else ():
-        yield one("8 bits", f"{kind} {kind}{codes}")
-    if states == 2:  # the most columns, and so the most registers: 94 for Adam, 80 if aligned
-        yield one("not aligned", "fp16 fp16" + all_states, unaligned=tuple(range(2 + states)))
-        split = {"codec": (join_low_bits, split_low_bits)}
-        yield one("8 bits, low bits", f"bf16 bf16{codes} i16", beside, **split)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv
-from apex.kernels.inspect.case import Case, launched, meta
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -81,14 +77,3 @@ def backward(
     grid = (cdiv(dy.numel(), BLOCK),)
     _backward[grid](dy, gate, up, *grads, dy.numel(), BLOCK, **OPTIONS)
     return grads
-
-
-def cases() -> Iterator[Case]:
-    """What is compiled and inspected."""
-    for kind, columns in (("fp16", 1001), ("bf16", 1001), ("fp32", 1001), ("bf16", 1024)):
-        x = meta(kind, 4099, columns)
-        for call in (partial(forward, x, x), partial(backward, x, [True, True], gate=x, up=x)):
-            writes = ("y_ptr", "dgate_ptr", "dup_ptr")
-            yield from launched(
-                call, "swiglu", f"{kind}{' whole' * (columns == BLOCK)}", writes=writes, tail=True
-            )

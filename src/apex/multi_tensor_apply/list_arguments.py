@@ -182,7 +182,7 @@ def _fit_as_they_are(columns: Sequence[Column]) -> bool:
 
 
 def _check_tensor(
-    name: str, where: str, tensor: torch.Tensor, first: torch.Tensor, beside: torch.Tensor
+    name: str, where: str, tensor: torch.Tensor, first: torch.Tensor, of_list_0: torch.Tensor
 ) -> None:
     if tensor.layout != torch.strided or not _is_taken(tensor):
         raise RuntimeError(
@@ -194,10 +194,10 @@ def _check_tensor(
             "A tensor was not on the same device as the first tensor. "
             f"{name}, {where}: {tensor.device}; the first tensor is on {first.device}."
         )
-    if tensor.numel() != beside.numel():
+    if tensor.numel() != of_list_0.numel():
         raise RuntimeError(
             f"Size mismatch: {name}, {where} has {tensor.numel()} elements; the tensor of list 0 "
-            f"has {beside.numel()}."
+            f"has {of_list_0.numel()}."
         )
     if not tensor.is_floating_point():
         kind = _NAMES.get(tensor.dtype, str(tensor.dtype))

@@ -2,8 +2,8 @@
 
 An optimizer is a pure update (:mod:`apex.ops`) plus a class that says which numbers it has and
 passes columns (lists of tensors). ``step`` collects the parameters that have gradients. It splits
-them into buckets of one device and one set of dtypes, and calls :meth:`FusedOptimizer._update` once
-for each: one kernel launch where Triton runs.
+them by device and set of dtypes, and calls :meth:`FusedOptimizer._update` once for each part: one
+kernel launch where Triton runs.
 
 **Skipping without waiting.** A tensor (``found_inf``, set by torch's ``GradScaler`` or by amp) says
 whether a gradient is not finite. On a CPU the step reads it, which costs nothing. On a device the
@@ -25,12 +25,12 @@ from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_real_and_strided
 from apex.ops.lists.overlaps import own_copies, write_back
-from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
+from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
 from apex.ops.lists.storage import ScaledStep, StepOptions
-from apex.optimizers._buckets import (
-    Bucket,
+from apex.optimizers._launches import (
     GroupGrads,
+    Launch,
     SplitArguments,
     count_steps,
     counted,
@@ -64,7 +64,7 @@ class FusedOptimizer(StatefulOptimizer):
             masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
             :mod:`apex.ops.lists.storage`.
         state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
-            or more, are held in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
+            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
         defaults: Of this base alone: values of the group's numbers.
 
     Raises:
@@ -73,8 +73,8 @@ class FusedOptimizer(StatefulOptimizer):
             float64 tensor, has the negative bit, or is a ``Partial`` DTensor.
     """
 
-    # How one bucket is stepped, and the type of the numbers of that.
-    _algorithm: Callable[[Any, Any, StepOptions], Phases | None]
+    # How one launch is stepped, and the type of the numbers of that.
+    _algorithm: Callable[[Any, Any, StepOptions], Stages | None]
     _numbers: Any
 
     set_grad_none = True  # where an older Apex has pickled the whole optimizer
@@ -247,46 +247,46 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _finish(
         self,
-        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        updates: Iterable[tuple[list[torch.Tensor], Stages | None]],
         sharded: Sequence[torch.Tensor],
     ) -> None:
         """Run updates to their ends; ``sharded`` are parameters of which ranks hold parts."""
         if sharded and (kinds := self._kinds()):
             finish_on_shards(updates, sharded, kinds)
         else:
-            for _, phases in updates:
-                if phases is not None:
-                    finish(phases)
+            for _, stages in updates:
+                if stages is not None:
+                    finish(stages)
 
     def _updates(
         self,
         together: Sequence[list[GroupGrads]],
-        buckets: Iterable[tuple[int, Bucket]],
+        launches: Iterable[tuple[int, Launch]],
         options: StepOptions,
-    ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
-        """Count the step and update each bucket; yields its parameters, and the rest to be done."""
+    ) -> Iterator[tuple[list[torch.Tensor], Stages | None]]:
+        """Count the step and update each launch; yields its parameters, and the rest to be done."""
         noop = options.noop
         counters = None
         if self._counts_steps:
             elsewhere = self._partition and self._partition.device
             counters = count_steps(self._counted_groups(), noop, elsewhere)
         everywhere: dict[torch.device, StepOptions] = {}
-        for number, bucket in buckets:
-            device = bucket.device
+        for number, launch in launches:
+            device = launch.device
             if device not in everywhere:
                 everywhere[device] = options._replace(
                     factor=_on(options.factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                 )
             here = everywhere[device]
-            if bucket.extra is not None:
-                here = here._replace(extra=bucket.extra)
+            if launch.extra is not None:
+                here = here._replace(extra=launch.extra)
             group = together[number][0].group
             if self._state_form == "8bit":
-                here = here._replace(held=self._held(bucket, self._slots_of(group)))
+                here = here._replace(quantized=self._quantized(launch, self._slots_of(group)))
             if counters is not None:
-                group = counted(together[number], bucket, counters)
-            yield bucket.params, self._update(group, bucket, here)
+                group = counted(together[number], launch, counters)
+            yield launch.params, self._update(group, launch, here)
 
     def _lists(
         self,
@@ -298,7 +298,10 @@ class FusedOptimizer(StatefulOptimizer):
         """Arguments of :func:`split`, once for all joined groups that have the same slots."""
         kept = [self._slots_of(groups[0].group) for groups in together]
         for slots in dict.fromkeys(kept):
-            some = [groups * (its == slots) for groups, its in zip(together, kept, strict=True)]
+            # Groups with other slots become empty lists: `split` yields the places in `together`.
+            some = [
+                groups if its == slots else [] for groups, its in zip(together, kept, strict=True)
+            ]
             params = [param for groups in some for _, params, _ in groups for param in params]
             grads = [grad for groups in some for _, _, found in groups for grad in found]
             found = self._columns(params, grads, slots, copies, plain=plain)
@@ -327,19 +330,19 @@ class FusedOptimizer(StatefulOptimizer):
         return 0.0
 
     def _kinds(self) -> set[Kind]:
-        """What updates yield of each tensor, see :func:`apex.ops.lists.phases.finish_on_shards`."""
+        """What updates yield of each tensor, see :func:`apex.ops.lists.stages.finish_on_shards`."""
         return set()
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> Phases | None:
-        """Step one bucket, or return an update that does.
+    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> Stages | None:
+        """Step one launch, or return an update that does.
 
         Args:
             group: The numbers of a group, or of several whose numbers are equal. Its step is a
-                number, or :class:`apex.ops.updates.adam.StepCounts` where a device counts.
-            bucket: What is stepped.
+                number, or :class:`apex.ops.updates.adam.DeviceSteps` where a device counts.
+            launch: What is stepped.
             options: Scaling, skipping and storage.
         """
-        return self._algorithm(bucket.columns, self._numbers_of(group, bucket.device), options)
+        return self._algorithm(launch.columns, self._numbers_of(group, launch.device), options)
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device, kind: Any = None) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""

@@ -29,7 +29,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         params: Parameters or groups.
         defaults: Values of the group's numbers.
         storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
-        state: How the state is held, see :mod:`apex.optimizers._eight_bit`.
+        state: How the state is stored, see :mod:`apex.optimizers._eight_bit`.
 
     Raises:
         ValueError: There is no such storage or state.

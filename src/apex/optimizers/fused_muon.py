@@ -4,9 +4,9 @@ A group is stepped by one algorithm, its ``"algorithm"``. Of a group that names 
 the matrices, and a group that has both kinds becomes two. The state is thus what each algorithm
 keeps: one tensor for a matrix, two for others.
 
-Matrices are stepped when the buckets of the base are through, in batches that go through the three
+Matrices are stepped when the launches of the base are through, in batches that go through the three
 parts of :mod:`apex.ops.updates.muon`: so the directions of all need not be in memory at once, and
-matrices of different buckets are stacked and travel together (:mod:`apex.optimizers._owners`).
+matrices of different launches are stacked and travel together (:mod:`apex.optimizers._owners`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops.lists.columns import Scalar, local
-from apex.ops.lists.phases import Phases
 from apex.ops.lists.placements import is_sharded
+from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.muon import Muon, begin_, finish_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._buckets import Bucket, GroupGrads
+from apex.optimizers._launches import GroupGrads, Launch
 from apex.optimizers._owners import Batch, Matrix, legs, orthogonalize, planned
 
 SLOTS = {"muon": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq")}
@@ -37,21 +37,23 @@ Rule = Callable[[str | None, torch.Tensor], bool]
 class _Waiting(NamedTuple):
     """Matrices that are stepped when the others are through."""
 
-    bucket: Bucket
+    launch: Launch
     hyper: Muon
     options: StepOptions
 
     def at(self, positions: Sequence[int]) -> _Waiting:
         """Some of them."""
         params, *columns = (
-            [column[n] for n in positions] for column in (self.bucket.params, *self.bucket.columns)
+            [column[n] for n in positions] for column in (self.launch.params, *self.launch.columns)
         )
-        extra, held = self.options.extra, self.options.held
+        extra, quantized = self.options.extra, self.options.quantized
         options = self.options._replace(
             extra=extra and [extra[n] for n in positions],
-            held=tuple(one._replace(absmax=[one.absmax[n] for n in positions]) for one in held),
+            quantized=tuple(
+                one._replace(absmax=[one.absmax[n] for n in positions]) for one in quantized
+            ),
         )
-        return _Waiting(Bucket(params, columns), self.hyper, options)
+        return _Waiting(Launch(params, columns), self.hyper, options)
 
 
 class FusedMuon(FusedOptimizer):
@@ -276,22 +278,22 @@ class FusedMuon(FusedOptimizer):
     ) -> None:
         self._waiting = []
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
+    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> None:
         if group["algorithm"] == "adam":
-            numbers = self._numbers_of(group, bucket.device, Adam)
-            adam_(bucket.columns, numbers, options)
+            numbers = self._numbers_of(group, launch.device, Adam)
+            adam_(launch.columns, numbers, options)
         else:
-            hyper = self._numbers_of(group, bucket.device, Muon)
-            self._waiting.append(_Waiting(bucket, hyper, options))
+            hyper = self._numbers_of(group, launch.device, Muon)
+            self._waiting.append(_Waiting(launch, hyper, options))
 
     def _finish(
         self,
-        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        updates: Iterable[tuple[list[torch.Tensor], Stages | None]],
         sharded: Sequence[torch.Tensor],
     ) -> None:
         super()._finish(updates, sharded)
         waiting, self._waiting = self._waiting, []
-        found = {param: (n, one) for one in waiting for n, param in enumerate(one.bucket.params)}
+        found = {param: (n, one) for one in waiting for n, param in enumerate(one.launch.params)}
         matrices: list[Matrix] = []
         places: list[tuple[int, _Waiting] | None] = []
         for group in self.param_groups:  # the same order on all ranks
@@ -358,12 +360,12 @@ def _step_batch(
     for waiting, numbers in members.values():
         part = waiting.at([place[0] for n in numbers if (place := places[n])])
         parts.append((part, numbers))
-        begun = begin_(part.bucket.columns, part.hyper, part.options)
+        begun = begin_(part.launch.columns, part.hyper, part.options)
         directions.update(zip(numbers, begun, strict=True))
     updates = orthogonalize(batch, matrices, directions)
     for part, numbers in parts:
         mine, shapes = [updates[n] for n in numbers], [matrices[n].shape for n in numbers]
-        finish_(part.bucket.columns, mine, shapes, part.hyper, part.options)
+        finish_(part.launch.columns, mine, shapes, part.hyper, part.options)
 
 
 def _has_matrices(param: torch.Tensor, flatten: bool) -> bool:

@@ -17,8 +17,8 @@ from apex.ops.lists.quantized import NEGATIVE_ZERO
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._buckets import Bucket
 from apex.optimizers._checkpoint import TORCH_ONLY
+from apex.optimizers._launches import Launch
 
 
 class FusedSGD(FusedOptimizer):
@@ -127,7 +127,7 @@ class FusedSGD(FusedOptimizer):
             The buffers, and whether all of them are new.
 
         Raises:
-            RuntimeError: Buffers are held in 8 bits.
+            RuntimeError: Buffers are quantised to 8 bits.
         """
         if self._state_form == "8bit":
             raise RuntimeError(
@@ -162,23 +162,23 @@ class FusedSGD(FusedOptimizer):
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        numbers = self._numbers_of(group, bucket.device)
-        columns = bucket.columns if numbers.momentum else bucket.columns[:2]
+    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> None:
+        numbers = self._numbers_of(group, launch.device)
+        columns = launch.columns if numbers.momentum else launch.columns[:2]
         if not (numbers.momentum and numbers.dampening):
             sgd_(columns, numbers, options)
             return
-        buffers, begun = columns[2], self._begun.get(id(bucket.params[0]), ())
+        buffers, begun = columns[2], self._begun.get(id(launch.params[0]), ())
         first = None
         if len(begun) != len(buffers) or not all(map(is_, begun, buffers)):
             # The first gradient enters whole, in spite of dampening. Looked at is the buffer, on
             # its device, because a step that is skipped there does not begin a history.
             first = torch.stack([*map(_is_new, buffers)]).float()
-            if not _runtime.waits(bucket.device) and not first.any():
+            if not _runtime.waits(launch.device) and not first.any():
                 first = None
         sgd_(columns, numbers, options, first)
         if first is None or options.noop is None:
-            self._begun[id(bucket.params[0])] = buffers
+            self._begun[id(launch.params[0])] = buffers
 
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         theirs = any("foreach" in group for group in state_dict["param_groups"])
@@ -202,6 +202,6 @@ class FusedSGD(FusedOptimizer):
 
 def _is_new(buffer: torch.Tensor) -> torch.Tensor:
     """Whether a buffer has elements and no history: all are -0.0."""
-    if buffer.dtype == torch.uint8:  # held in 8 bits
+    if buffer.dtype == torch.uint8:  # quantised to 8 bits
         return buffer.eq(NEGATIVE_ZERO).all() & bool(buffer.numel())
     return (buffer.eq(0) & buffer.signbit()).all() & bool(buffer.numel())

@@ -15,7 +15,7 @@ from apex.ops.lists.streams import HookOrder
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Reducing:
     """Arguments of the wrapper, see :class:`apex.parallel.DistributedDataParallel`.
 
     Attributes:
@@ -34,6 +34,9 @@ class Options:
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of ``dtype`` are reduced in."""
         return torch.float32 if self.always_fp32 and dtype in NARROW else dtype
+
+
+Options = Reducing  # its name in models that were pickled in 2026
 
 
 class Bucket:
@@ -101,7 +104,7 @@ class Bucket:
 
 
 @dataclass(eq=False)
-class Pass:
+class BackwardPass:
     """One backward pass.
 
     Attributes:
@@ -126,7 +129,7 @@ class Pass:
 class AllReduce:
     """Sums over the ranks of ``group``, divided as the options say."""
 
-    def __init__(self, group: Any, options: Options) -> None:
+    def __init__(self, group: Any, options: Reducing) -> None:
         self.group = group
         self.before = 1.0 / options.predivide
         world = torch.distributed.get_world_size(group)

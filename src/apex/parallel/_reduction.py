@@ -30,11 +30,11 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from apex.ops.lists.flat import broadcast, group_by_size, unflatten
-from apex.parallel._bucket import AllReduce, Bucket, Options, Pass
+from apex.parallel._bucket import AllReduce, BackwardPass, Bucket, Reducing
 
 # Parameter -> a weak reference to the reduction whose hook it has. A parameter has one hook.
 _owners: Any = WeakTensorKeyDictionary()
-_passes: weakref.WeakSet[Pass] = weakref.WeakSet()  # those that run, of all wrappers
+_passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()  # those that run, of all wrappers
 _lock = threading.RLock()  # autograd has a thread for each device
 
 
@@ -57,7 +57,7 @@ class Reduction:
     """
 
     def __init__(
-        self, module: torch.nn.Module, group: Any, gradient_group: Any, options: Options
+        self, module: torch.nn.Module, group: Any, gradient_group: Any, options: Reducing
     ) -> None:
         self.module = module
         self.group = group
@@ -73,7 +73,7 @@ class Reduction:
         self._kinds: list[Any] = []  # dtype and device of parameters, when buckets were made
         self._bucket_of: dict[int, int] = {}
         self._overlaps = True
-        self._pass: Pass | None = None
+        self._pass: BackwardPass | None = None
         self._has_failed = False
         self._sums: dict[int, weakref.ref[torch.Tensor]] = {}  # by the id of a parameter
         weakref.finalize(self, _remove, self._hooks)
@@ -130,7 +130,7 @@ class Reduction:
 
     # -- one backward pass ---------------------------------------------------------------------
 
-    def begin(self, reduces: bool) -> Pass:
+    def begin(self, reduces: bool) -> BackwardPass:
         """Note that a backward pass has begun; ``reduces``: a forward of it asked for a reduction.
 
         Called from a gradient of the wrapper's output, it waits for the end of the whole pass; from
@@ -142,12 +142,12 @@ class Reduction:
             self._pass.reduces |= reduces or self.enabled
             return self._pass
 
-    def _new_pass(self) -> Pass:
+    def _new_pass(self) -> BackwardPass:
         def end() -> None:
             self._finish()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        one = Pass(weakref.ref(end))
+        one = BackwardPass(weakref.ref(end))
         for index, param in enumerate(self._params):  # called past the wrapper, unfrozen since
             if id(param) not in self._hooks and param.requires_grad and not _owner(param):
                 self._take(index, param)
@@ -206,7 +206,7 @@ class Reduction:
             self._reduce_rest(one)
         self._pass = None
 
-    def _reduce_rest(self, one: Pass) -> None:
+    def _reduce_rest(self, one: BackwardPass) -> None:
         if self.buckets is None:
             self.learn(one.arrived)
         assert self.buckets is not None

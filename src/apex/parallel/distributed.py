@@ -35,7 +35,7 @@ from apex.parallel._arguments import (
     refuse,
     warn_of_idle,
 )
-from apex.parallel._bucket import Options
+from apex.parallel._bucket import Reducing
 from apex.parallel._flat_calls import (
     Reducer,
     apply_flat_dist_call,
@@ -110,7 +110,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     # What modules that an older Apex pickled whole may lack.
     process_group: Any = None
-    _options = Options()
+    _options = Reducing()
 
     def __init__(  # noqa: PLR0913  (the original's arguments)
         self,
@@ -168,7 +168,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.process_group = process_group or torch.distributed.group.WORLD
         check_tensors(module, self.process_group, buffers=broadcast_buffers)
-        self._options = Options(
+        self._options = Reducing(
             message_size=message_size,
             triggers=indices(module, allreduce_trigger_params or (), "allreduce_trigger_params"),
             delay=bool(delay_allreduce),

@@ -57,7 +57,7 @@ def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
     return value.to(torch.float32) if dtypes and torch.float64 not in dtypes else value
 
 
-class _Level:
+class _ModelCasts:
     """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
     def __init__(
@@ -76,12 +76,15 @@ class _Level:
         self.is_guarded = False
 
 
+_Level = _ModelCasts  # its name in models that were pickled in 2026
+
+
 class _NotScriptable(AttributeError, RuntimeError):
     """What ``torch.jit.script`` gets where it asks a hook for its name."""
 
 
 class _Hook:
-    def __init__(self, level: _Level) -> None:
+    def __init__(self, level: _ModelCasts) -> None:
         self.level = level
 
     @property
@@ -216,7 +219,7 @@ def prepare(
         outputs = torch.float32
     if dtype == torch.float32 and any(p.dtype == torch.float64 for p in model.parameters()):
         dtype = outputs = None  # a float64 model at O0 stays what it is
-    level = _Level(type(model).__name__, casts, dtype, outputs)
+    level = _ModelCasts(type(model).__name__, casts, dtype, outputs)
     prepared.add(model)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
     model.register_forward_hook(_Leave(level), always_call=True)

@@ -19,7 +19,7 @@ from apex.amp import _speech
 from apex.amp.gradients.accumulation import grads_of, stored_values
 from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
-from apex.amp.gradients.step_counts import StepCounts
+from apex.amp.gradients.step_counts import TakenSteps
 from apex.amp.scaler import SCALE
 from apex.ops.lists.columns import local
 from apex.ops.lists.unscale import unscale_
@@ -30,12 +30,12 @@ def runs_behind(device: torch.device) -> bool:
     return device.type in ("cuda", "meta")
 
 
-def counts_of(params: Iterable[torch.Tensor]) -> StepCounts:
+def counts_of(params: Iterable[torch.Tensor]) -> TakenSteps:
     """New counts for an optimizer: on the device of its parameters where the host runs ahead."""
     device = next((param.device for param in params), torch.device("cpu"))
     if device.type == "meta" or not runs_behind(device):
         device = torch.device("cpu")
-    return StepCounts(device)
+    return TakenSteps(device)
 
 
 class AsyncCopy:
@@ -61,7 +61,7 @@ class AsyncCopy:
         return values
 
 
-class Report(NamedTuple):
+class SkippedStep(NamedTuple):
     """A skipped step.
 
     Attributes:
@@ -93,7 +93,7 @@ class Overflow:
 
     verbosity: int
     limit: int
-    counts: StepCounts
+    counts: TakenSteps
     skipped: int = 0  # steps in a row, as far as the host knows
     # Copies of the flags of deferred steps that have not arrived.
     sent: deque[tuple[list[int], bool, AsyncCopy]] = field(default_factory=deque)
@@ -104,8 +104,8 @@ class Overflow:
         stepped = self.counts.stepped
         return False if stepped.is_meta else bool(stepped)
 
-    def read(self, passes: Sequence[Pass], *, is_new: bool = True) -> Report | None:
-        """Let the host decide: one read of a device. ``is_new``: see :class:`Report`.
+    def read(self, passes: Sequence[Pass], *, is_new: bool = True) -> SkippedStep | None:
+        """Let the host decide: one read of a device. ``is_new``: see :class:`SkippedStep`.
 
         Returns the skipped step, or ``None`` for a step to be taken; the scalers count it.
         """
@@ -114,6 +114,10 @@ class Overflow:
         if not passes:
             self.counts.count(True)
             return None
+        # Passes are here because `Pass.finish` put them here with a flag: those of a static scale
+        # have none, and are not. So no value is None (the condition is for the type checker): each
+        # flag has its scaler's scale behind it. All go to the host in one transfer, which waits for
+        # the device: two for each pass would wait as many times.
         device = passes[0].scaler._state.device
         values = [value for one in passes for value in (one.found_inf, one.scaler._state[SCALE])]
         flags = torch.stack([v.to(device, non_blocking=True) for v in values if v is not None])
@@ -122,7 +126,7 @@ class Overflow:
             if numbers[2 * index]:
                 self.skipped = skipped
                 self.counts.count(False)
-                return Report(self.skipped, index, one.index, numbers[2 * index + 1], is_new)
+                return SkippedStep(self.skipped, index, one.index, numbers[2 * index + 1], is_new)
         self.counts.count(True)
         for one in passes:
             one.scaler.count_step(since=one.counted)
@@ -161,12 +165,12 @@ class Overflow:
                 continue
             flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
             place = next(number for number, flag in enumerate(flags) if flag)
-            report = Report(self.skipped, place, indices[place], scales[place], is_new)
+            report = SkippedStep(self.skipped, place, indices[place], scales[place], is_new)
             self.log(report)
             if report.skipped >= self.limit:
                 raise RuntimeError(report.describe("(The flags of a GPU arrive some steps late.)"))
 
-    def log(self, report: Report) -> None:
+    def log(self, report: SkippedStep) -> None:
         """Log a skipped step."""
         if self.verbosity > 0:
             text = (
@@ -213,7 +217,7 @@ def check_again(ledger: Ledger) -> None:
     ]
 
 
-def describe_dead_training(ledger: Ledger, report: Report, loss: torch.Tensor) -> str:
+def describe_dead_training(ledger: Ledger, report: SkippedStep, loss: torch.Tensor) -> str:
     """The text of the error after too many skipped steps: who was not finite."""
     where = "All gradients of this optimizer on this rank are finite."
     params = ledger.params

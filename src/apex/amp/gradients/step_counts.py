@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
         return bool(stepped), int(taken), int(skipped), scale
 
 
-class StepCounts:
+class TakenSteps:
     """Counts the steps of an optimizer whose parameters are on ``device``.
 
     The numbers are one tensor there, always written in place: a CUDA graph counts at each replay,

@@ -1,3 +1,3 @@
-"""``timing_command``: `apex bench kernels`. ``inspection_command``: `apex kernels`."""
+"""`apex bench kernels`: the command, its cases, and how they are timed."""
 
 __all__: list[str] = []

@@ -1,6 +1,6 @@
 """What ``apex bench kernels`` times: each case with the providers who compute it.
 
-Optimizers and ops come from `apex.bench.catalogue`; operations on lists of tensors are here. The
+Optimizers and ops come from `apex.selftest.catalogue`; operations on lists of tensors are here. The
 first provider is ours. The others are the fastest known ways to compute the same: torch's fused
 kernel, its foreach functions, torch.compile, Liger-Kernel. All get the same tensors; each optimizer
 keeps its own state.
@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from apex.bench.catalogue.entry import LISTS, Function, Inputs, Op, Sizes, Timed
-from apex.bench.catalogue.ops import OPS
-from apex.bench.catalogue.optimizers import OPTIMIZERS, Optimizer, TimedStep
-from apex.bench.catalogue.peers import Peer
-from apex.bench.kernels.clocks import Call
+from apex.info.clocks import Call
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.tensor_norms import l2_norm
+from apex.selftest.catalogue.entry import LISTS, Function, Inputs, Op, Sizes, Timed
+from apex.selftest.catalogue.ops import OPS
+from apex.selftest.catalogue.optimizers import OPTIMIZERS, Optimizer, TimedStep
+from apex.selftest.catalogue.peers import Peer
 
-__all__ = ["COMPILE", "DTYPES", "OF_LAYERS", "OF_LISTS", "Call", "Case", "Provider", "Shapes"]
+__all__ = ["COMPILE", "DTYPES", "OF_LAYERS", "OF_LISTS", "Call", "TimedCase", "Provider", "Shapes"]
 
 Shapes = list[tuple[int, ...]]
 Tensors = list[torch.Tensor]
@@ -53,7 +53,7 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Case:
+class TimedCase:
     """What is timed: ``make`` makes the input that every provider gets; ours is the first."""
 
     name: str
@@ -79,7 +79,7 @@ def _parameters(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Ten
     return params
 
 
-def _step_of(optimizer: Optimizer, timed: TimedStep) -> Case:
+def _step_of(optimizer: Optimizer, timed: TimedStep) -> TimedCase:
     def provider(name: str, make: Peer, float32_states: bool) -> Provider:
         def moved(dtype: torch.dtype) -> float:
             size = dtype.itemsize
@@ -96,7 +96,7 @@ def _step_of(optimizer: Optimizer, timed: TimedStep) -> Case:
     providers = [provider("apex", ours, timed.float32_states)]
     providers += [provider(name, make, False) for name, make in timed.peers.items()]
     name = optimizer.title.removeprefix("Fused").lower()
-    return Case(name, _parameters, tuple(providers), LISTS)
+    return TimedCase(name, _parameters, tuple(providers), LISTS)
 
 
 # --- operations on lists of tensors ---------------------------------------------------------------
@@ -118,17 +118,19 @@ def _foreach_axpby(
     torch._foreach_add_(out, x, alpha=0.5)
 
 
-def _on_lists(name: str, lists: int, moved: int, providers: dict[str, Callable[..., Any]]) -> Case:
+def _on_lists(
+    name: str, lists: int, moved: int, providers: dict[str, Callable[..., Any]]
+) -> TimedCase:
     """``lists`` are read or written, ``moved`` numbers for an element."""
 
     def provider(who: str, do: Callable[..., Any]) -> Provider:
         return Provider(who, lambda inputs: partial(do, *inputs), _numbers(moved))
 
     made = tuple(provider(who, do) for who, do in providers.items())
-    return Case(name, partial(_lists, lists), made, LISTS)
+    return TimedCase(name, partial(_lists, lists), made, LISTS)
 
 
-OF_LISTS: tuple[Case, ...] = (
+OF_LISTS: tuple[TimedCase, ...] = (
     *(_step_of(one, one.timed) for one in OPTIMIZERS if one.timed),
     # Multiplied in place, and looked through for inf and nan, as after a backward pass.
     _on_lists("scale", 1, 2, {
@@ -197,7 +199,7 @@ def _functions(op: Op, timed: Timed) -> Iterator[tuple[str, Callable[[], Functio
         yield "Liger-Kernel", lambda: _ligers(liger), "cuda"
 
 
-def _modes(op: Op, timed: Timed) -> Iterator[Case]:
+def _modes(op: Op, timed: Timed) -> Iterator[TimedCase]:
     def make(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Inputs:
         return op.inputs(shapes[0], dtype, device)
 
@@ -211,7 +213,9 @@ def _modes(op: Op, timed: Timed) -> Iterator[Case]:
             Provider(name, partial(prepare, mode, get), moved, only_on)
             for name, get, only_on in _functions(op, timed)
         )
-        yield Case(f"{op.name}_{mode}", make, providers, timed.sizes, mode == "both")
+        yield TimedCase(f"{op.name}_{mode}", make, providers, timed.sizes, mode == "both")
 
 
-OF_LAYERS: tuple[Case, ...] = tuple(case for op in OPS if op.timed for case in _modes(op, op.timed))
+OF_LAYERS: tuple[TimedCase, ...] = tuple(
+    case for op in OPS if op.timed for case in _modes(op, op.timed)
+)

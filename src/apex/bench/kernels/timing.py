@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from apex.bench.intervals import Interval, interval, percentile
-from apex.bench.kernels.cases import DTYPES, Call, Case, Provider, Shapes
-from apex.bench.kernels.clocks import launches, take_turns
+from apex.bench.kernels.cases import DTYPES, Call, Provider, Shapes, TimedCase
 from apex.bench.memory import peak_bytes, source
+from apex.info.clocks import launches, take_turns
 
-__all__ = ["Row", "how_measured", "measure"]
+__all__ = ["Timing", "how_measured", "measure"]
 
 WARM_UP = 3  # calls; the first makes an optimizer's state, and compiles kernels
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """One provider of one operation on one set of tensors; what was not measured is ``None``.
 
     ``times`` are of each turn, in ms, and ``our_times`` ours in the same turns. The columns of
@@ -72,7 +72,7 @@ class Row:
 
 
 def how_measured(device: torch.device) -> dict[str, str]:
-    """Say for readers how the numbers of a `Row` were taken."""
+    """Say for readers how the numbers of a `Timing` were taken."""
     cuda = device.type == "cuda"
     return {
         "ms": f"by {'CUDA events' if cuda else 'the host clock'}, after {WARM_UP} calls that do "
@@ -90,13 +90,13 @@ def how_measured(device: torch.device) -> dict[str, str]:
 
 
 def measure(
-    op: Case,
+    op: TimedCase,
     name: str,
     shapes: Shapes,
     dtype: str,
     device: torch.device,
     repeats: int,
-) -> tuple[list[Row], dict[str, str]]:
+) -> tuple[list[Timing], dict[str, str]]:
     """Time all providers of an operation on tensors of ``shapes``, a set of that ``name``.
 
     Returns:
@@ -120,11 +120,11 @@ def measure(
     first = op.providers[0].name
     cuda = device.type == "cuda"
 
-    def row(provider: Provider) -> Row:
+    def row(provider: Provider) -> Timing:
         who, call = provider.name, calls.get(provider.name)
         moved = provider.bytes_per_element if call else None
         peak = peak_bytes(call, device) if call and op.measure_memory else None
-        return Row(
+        return Timing(
             op=op.name,
             provider=who,
             ours=who == first,

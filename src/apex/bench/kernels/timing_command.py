@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from apex.bench.cli import UsageError
-from apex.bench.info import machine
-from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, Case
-from apex.bench.kernels.timing import Row, how_measured, measure
-from apex.bench.options import (
+from apex.bench.kernels.cases import DTYPES, OF_LAYERS, OF_LISTS, TimedCase
+from apex.bench.kernels.timing import Timing, how_measured, measure
+from apex.cli.command_line import UsageError
+from apex.cli.options import (
     add_device,
     at_least,
     check_file,
@@ -28,8 +27,8 @@ from apex.bench.options import (
     terminated_like_interrupted,
     unique,
 )
-from apex.bench.output.progress import Bar, progress
-from apex.bench.output.tables import (
+from apex.cli.progress import Bar, progress
+from apex.cli.tables import (
     NOTHING,
     Column,
     Value,
@@ -41,15 +40,16 @@ from apex.bench.output.tables import (
     three,
     write_csv,
 )
+from apex.info import machine
 
-__all__ = ["COLUMNS", "HELP", "OPS", "Report", "add_arguments", "content", "run", "show"]
+__all__ = ["COLUMNS", "HELP", "OPS", "Timings", "add_arguments", "content", "run", "show"]
 
 FORMAT = "apex bench kernels 4"
 HELP = (
     "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
     "the same of torch and Liger-Kernel, on the same tensors, taking turns."
 )
-OPS: tuple[Case, ...] = (*OF_LISTS, *OF_LAYERS)
+OPS: tuple[TimedCase, ...] = (*OF_LISTS, *OF_LAYERS)
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
 REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
@@ -94,11 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Report:
+class Timings:
     """What `apex bench kernels` has measured so far.
 
     Attributes:
-        environment: Of `apex.bench.options.environment`, with ``huge_pages``, whether torch asks
+        environment: Of `apex.cli.options.environment`, with ``huge_pages``, whether torch asks
             Linux for them.
         options: What was asked for.
         notes: How the numbers were taken.
@@ -112,7 +112,7 @@ class Report:
     notes: dict[str, str]
     complete: bool = False
     missing: dict[str, list[str]] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Timing] = field(default_factory=list)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         named = {name: unique(getattr(args, name)) for name in ("op", "shapes", "dtype")}
         numbers = {"repeats": args.repeats, "full": args.full or device.type == "cuda"}
         options = {**named, **numbers, "device": str(device)}
-        report = Report(environment=here, options=options, notes=how_measured(device))
+        report = Timings(environment=here, options=options, notes=how_measured(device))
         with suppress(KeyboardInterrupt), progress(len(plan), TIMED) as bar:
             _measure_all(report, plan, device, args.json, bar)
         show(report, args.json)
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if any(row.problem and row.ours for row in report.rows) else OK
 
 
-def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
+def _plan(args: argparse.Namespace) -> list[tuple[TimedCase, str, str]]:
     """The cases that the options ask for, with a set of shapes and a dtype each."""
     ops = [op for op in OPS if op.name in args.op]
     found = [
@@ -168,8 +168,8 @@ def _plan(args: argparse.Namespace) -> list[tuple[Case, str, str]]:
 
 
 def _measure_all(
-    report: Report,
-    plan: Sequence[tuple[Case, str, str]],
+    report: Timings,
+    plan: Sequence[tuple[TimedCase, str, str]],
     device: torch.device,
     file: Path,
     bar: Bar,
@@ -191,14 +191,14 @@ def _measure_all(
 # --- output --------------------------------------------------------------------------------------
 
 
-def content(report: Report) -> dict[str, Any]:
+def content(report: Timings) -> dict[str, Any]:
     """Make what the JSON file has: the fields of the report, and of each row what the CSV has."""
     numbers = {name: of for column in COLUMNS for name, of in column.numbers.items()}
     rows = [{name: of(row) for name, of in numbers.items()} for row in report.rows]
     return {"format": FORMAT, **vars(report), "rows": rows}
 
 
-def show(report: Report, file: Path) -> None:
+def show(report: Timings, file: Path) -> None:
     """Print the tables, and write the CSV file beside ``file``."""
     to = console()
     if not report.rows:
@@ -208,7 +208,7 @@ def show(report: Report, file: Path) -> None:
     for mark in _marks(report):
         to.print(mark, style="bold red")
 
-    def style(row: Row) -> str | None:
+    def style(row: Timing) -> str | None:
         return "red" if row.problem else "bold" if row.ours else None
 
     for shapes, dtype in dict.fromkeys((row.shapes, row.dtype) for row in report.rows):
@@ -227,7 +227,7 @@ def show(report: Report, file: Path) -> None:
     to.print(f"In {file.parent}: {file.name}, {file.stem}.csv", markup=False)
 
 
-def _source(report: Report) -> str:
+def _source(report: Timings) -> str:
     """Say what the numbers depend on."""
     here, turns = report.environment, report.options["repeats"]
     threads, versions = here["threads"], here["versions"]
@@ -241,7 +241,7 @@ def _source(report: Report) -> str:
     return ", ".join(filter(None, found))
 
 
-def _marks(report: Report) -> list[str]:
+def _marks(report: Timings) -> list[str]:
     found = [] if report.complete else ["INCOMPLETE: interrupted"]
     timed = [row for row in report.rows if row.times]
     unsteady = [row for row in timed if (row.p80_ms or 0) > 2 * (row.p20_ms or 0)]
@@ -250,7 +250,7 @@ def _marks(report: Report) -> list[str]:
     return found
 
 
-def _problems(report: Report) -> list[tuple[str, str]]:
+def _problems(report: Timings) -> list[tuple[str, str]]:
     """List what failed, and what is not installed."""
     failed = [
         (f"{row.op}, {row.shapes}, {row.dtype}, {row.provider}", row.problem)
@@ -267,23 +267,23 @@ def _problems(report: Report) -> list[tuple[str, str]]:
 # --- columns --------------------------------------------------------------------------------------
 
 
-def _column(heading: str, name: str, text: Callable[[Any], str], drop: int = 0) -> Column[Row]:
+def _column(heading: str, name: str, text: Callable[[Any], str], drop: int = 0) -> Column[Timing]:
     """A number of a row."""
     of = attrgetter(name)
     return Column(heading, lambda row: text(of(row)), {name: of}, drop=drop)
 
 
-def _word(name: str, *, group: bool = False) -> Column[Row]:
+def _word(name: str, *, group: bool = False) -> Column[Timing]:
     of = attrgetter(name)
     return Column(name, lambda row: str(of(row)), {name: of}, left=True, group=group)
 
 
-def _end(name: str) -> Callable[[Row], Value]:
+def _end(name: str) -> Callable[[Timing], Value]:
     """An end of the interval."""
     return lambda row: getattr(row.bounds, name, None)
 
 
-COLUMNS: tuple[Column[Row], ...] = (
+COLUMNS: tuple[Column[Timing], ...] = (
     *(_word(name, group=True) for name in ("shapes", "dtype", "tensors", "elements")),
     _word("op"),
     _word("provider"),

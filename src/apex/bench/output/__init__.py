@@ -1,3 +1,3 @@
-"""What commands share to show results: tables, pages, progress."""
+"""What the report's figures and pages are drawn with."""
 
 __all__: list[str] = []

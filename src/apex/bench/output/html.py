@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from apex.bench.output.figures import INK, PANEL, Drawn
-from apex.bench.output.tables import NOTHING, Column, filled, jsonable
+from apex.cli.tables import NOTHING, Column, filled, jsonable
 
 __all__ = ["Cell", "about_columns", "column_table", "flat", "join", "plot", "render", "table"]
 

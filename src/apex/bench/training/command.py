@@ -16,9 +16,14 @@ from typing import Any
 
 import torch
 
-from apex.bench.cli import UsageError
-from apex.bench.info import machine
-from apex.bench.options import (
+from apex.bench.training import plan, report, tasks
+from apex.bench.training.notes import how_measured
+from apex.bench.training.precision import ALIASES, LEVELS
+from apex.bench.training.results import Cell, Results, write
+from apex.bench.training.tasks.task import TaskOptions
+from apex.bench.training.trainer import OPTIMIZERS
+from apex.cli.command_line import UsageError
+from apex.cli.options import (
     add_device,
     at_least,
     check_file,
@@ -29,13 +34,8 @@ from apex.bench.options import (
     terminated_like_interrupted,
     unique,
 )
-from apex.bench.output.progress import Bar, progress
-from apex.bench.training import plan, report, tasks
-from apex.bench.training.notes import how_measured
-from apex.bench.training.precision import ALIASES, LEVELS
-from apex.bench.training.results import Cell, Report, write
-from apex.bench.training.tasks.task import TaskOptions
-from apex.bench.training.trainer import OPTIMIZERS
+from apex.cli.progress import Bar, progress
+from apex.info import machine
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -143,7 +143,7 @@ class _Bench:
         self._store = plan.Store(args.out / "cells", {**here, "budget": args.budget}, self._options)
         if args.fresh:
             self._store.forget(cells)
-        self.report = Report(
+        self.report = Results(
             environment=here,
             plan=cells,
             runs=(),

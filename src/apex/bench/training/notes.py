@@ -9,8 +9,8 @@ import torch
 
 from apex.bench import memory
 from apex.bench.training.profiling import FEW_STEPS
-from apex.bench.training.results import Report
-from apex.bench.training.rows import Row, rows
+from apex.bench.training.results import Results
+from apex.bench.training.rows import LevelRow, rows
 from apex.bench.training.turns import BLOCK
 from apex.bench.training.verdict import BUSY, LOSS_MARGIN, NOISY, Verdict, same_arithmetic
 
@@ -23,7 +23,7 @@ def source(environment: dict[str, Any]) -> str:
     return f"{environment['device']['name']}, torch {versions['torch']}, apex {versions['apex']}"
 
 
-def marks(report: Report) -> list[str]:
+def marks(report: Results) -> list[str]:
     """Say what keeps these numbers from being a full result."""
     found, made = [], rows(report)
     if not report.complete:
@@ -39,7 +39,7 @@ def marks(report: Report) -> list[str]:
     return found
 
 
-def _cut(made: Sequence[Row]) -> str:
+def _cut(made: Sequence[LevelRow]) -> str:
     """Say what a time budget has left out."""
     stopped = [row.label for row in made if row.stopped]
     trained = [run for row in made for run in row.finished if run.planned_steps]
@@ -51,7 +51,7 @@ def _cut(made: Sequence[Row]) -> str:
     return "; ".join(parts)
 
 
-def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
+def notes(report: Results, verdicts: Sequence[Verdict]) -> list[str]:
     """Say once what holds for several levels."""
     made, found = rows(report), []
     for task in dict.fromkeys(row.task for row in made):
@@ -71,7 +71,7 @@ def notes(report: Report, verdicts: Sequence[Verdict]) -> list[str]:
     return found
 
 
-def _same(here: Sequence[Row]) -> list[str]:
+def _same(here: Sequence[LevelRow]) -> list[str]:
     """Say which levels of a task are the same arithmetic, and at which batch sizes."""
     found: dict[tuple[str, ...], list[str]] = {}
     for batch in dict.fromkeys(row.batch for row in here):
@@ -84,7 +84,7 @@ def _same(here: Sequence[Row]) -> list[str]:
     ]
 
 
-def _of_test_set(here: Sequence[Row]) -> list[str]:
+def _of_test_set(here: Sequence[LevelRow]) -> list[str]:
     """Say how far the size of the test set alone moves an accuracy."""
     for row in here:
         size = next((run.test_size for run in row.finished if run.test_size), None)
@@ -99,7 +99,7 @@ def _of_test_set(here: Sequence[Row]) -> list[str]:
     return []
 
 
-def problems(report: Report) -> list[tuple[str, str]]:
+def problems(report: Results) -> list[tuple[str, str]]:
     """List where something went wrong, and what; the same at several batch sizes is one line."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows(report):

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apex.bench.options import unique
 from apex.bench.output import html
 from apex.bench.output.figures import Drawn, style
 from apex.bench.output.html import Cell
-from apex.bench.output.tables import NOTHING, filled, number
 from apex.bench.training.notes import marks, notes, problems, source
-from apex.bench.training.results import FORMAT, Report
+from apex.bench.training.results import FORMAT, Results
 from apex.bench.training.results import Cell as PlannedCell
-from apex.bench.training.rows import BASELINE, Row
+from apex.bench.training.rows import BASELINE, LevelRow
 from apex.bench.training.sentences import answers, sentences
 from apex.bench.training.table import COLUMNS, Line, lines
 from apex.bench.training.verdict import Verdict, baseline_of
+from apex.cli.options import unique
+from apex.cli.tables import NOTHING, filled, number
 
 __all__ = ["write"]
 
@@ -37,7 +37,9 @@ CAPTIONS = {
 }
 
 
-def write(report: Report, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], path: Path) -> None:
+def write(
+    report: Results, verdicts: Sequence[Verdict], drawn: dict[str, Drawn], path: Path
+) -> None:
     """Write the page.
 
     Args:
@@ -96,7 +98,7 @@ def _tables(made: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _questions(
-    report: Report, verdicts: Sequence[Verdict], made: Sequence[Line]
+    report: Results, verdicts: Sequence[Verdict], made: Sequence[Line]
 ) -> dict[str, tuple[str, Any]]:
     """Make small tables for what is asked next, with a sentence on each."""
     table = [line.row for line in made]
@@ -114,7 +116,7 @@ def _questions(
     return {name: (about, html.table(of)) for name, (about, of) in found.items() if of}
 
 
-def _where(row: Row) -> dict[str, Cell]:
+def _where(row: LevelRow) -> dict[str, Cell]:
     return {
         "task": (row.task, None),
         "batch": (str(row.batch), row.batch),
@@ -141,7 +143,7 @@ def _beside(verdict: Verdict) -> dict[str, Cell]:
     }
 
 
-def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
+def _operators(row: LevelRow, table: Sequence[LevelRow]) -> dict[str, Cell]:
     base, total = baseline_of(row, table), sum(one.ms for one in row.operators)
     theirs, each = base.operators if base and base is not row else (), []
     for one in sorted(row.operators, key=lambda one: -one.ms)[:LONGEST]:
@@ -152,7 +154,7 @@ def _operators(row: Row, table: Sequence[Row]) -> dict[str, Cell]:
     return {**_where(row), "operators": ("; ".join(each), None)}
 
 
-def _settings(report: Report) -> list[tuple[str, str]]:
+def _settings(report: Results) -> list[tuple[str, str]]:
     """List the values that the cells of the plan have, and what holds for all."""
     names = [field.name for field in dataclasses.fields(PlannedCell)]
     found = [(n, html.join(unique(getattr(c, n) for c in report.plan))) for n in names]

@@ -19,12 +19,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from apex.bench.cli import UsageError
-from apex.bench.output.tables import save
 from apex.bench.training import tasks, turns
 from apex.bench.training.results import Cell, Run, decode
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.worker import Died, in_a_process
+from apex.cli.command_line import UsageError
+from apex.cli.tables import save
 
 __all__ = ["Kept", "Store", "groups", "run_group"]
 

@@ -27,12 +27,12 @@ from apex.bench.output.figures import (
     style,
     tidy,
 )
-from apex.bench.output.tables import three
 from apex.bench.training.notes import marks, source
-from apex.bench.training.results import Report, Run
-from apex.bench.training.rows import Row, rows
+from apex.bench.training.results import Results, Run
+from apex.bench.training.rows import LevelRow, rows
 from apex.bench.training.table import Line, lines
 from apex.bench.training.verdict import LOSS_MARGIN, Verdict, same_arithmetic
+from apex.cli.tables import three
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ POINTS = 40  # of a curve: each is the mean of as many steps as it takes
 DASH = 7  # points: of a line among lines that coincide with it
 
 
-def draw(report: Report, verdicts: Sequence[Verdict], folder: Path) -> dict[str, Drawn]:
+def draw(report: Results, verdicts: Sequence[Verdict], folder: Path) -> dict[str, Drawn]:
     """Draw every plot for which there are numbers into ``folder``, as PNG and SVG.
 
     Returns:
@@ -60,16 +60,16 @@ def draw(report: Report, verdicts: Sequence[Verdict], folder: Path) -> dict[str,
     return save(made, folder, marks(report), source(report.environment))
 
 
-def _style(row: Row) -> Style:
+def _style(row: LevelRow) -> Style:
     return style(row.label, {cell.label for cell in row.report.plan})
 
 
-def _same_as(of: Sequence[Row]) -> dict[str, str]:
+def _same_as(of: Sequence[LevelRow]) -> dict[str, str]:
     """Name for a label the first one before it that did the same arithmetic."""
     return {row.label: same[0].label for same in same_arithmetic(of) for row in same[1:]}
 
 
-def _title(row: Row, *, several: bool) -> str:
+def _title(row: LevelRow, *, several: bool) -> str:
     return f"{plain(row.task)}, batch size {row.batch}" if several else plain(row.task)
 
 
@@ -81,7 +81,11 @@ Points = list[tuple[float, float]]
 
 
 def _draw_lines(
-    axes: "Axes", of: Sequence[Row], points: dict[str, Points], thin: float = 0.7, **options: Any
+    axes: "Axes",
+    of: Sequence[LevelRow],
+    points: dict[str, Points],
+    thin: float = 0.7,
+    **options: Any,
 ) -> None:
     """Draw a line for each level; those of the same numbers are dashed, each in the others' gaps.
 
@@ -100,7 +104,7 @@ def _draw_lines(
         )  # fmt: skip
 
 
-def _filling(row: Row, own: Style) -> str:
+def _filling(row: LevelRow, own: Style) -> str:
     return "none" if own.hollow else own.colour
 
 
@@ -206,7 +210,7 @@ def _per_cent(log: float) -> float:
 
 
 def _dots(
-    axes: "Axes", place: float, row: Row, seeds: Sequence[float], known: Interval | None
+    axes: "Axes", place: float, row: LevelRow, seeds: Sequence[float], known: Interval | None
 ) -> None:
     """Draw the seeds as dots, and the mean with its interval."""
     own = _style(row)
@@ -239,7 +243,7 @@ VIEWS: dict[str, tuple[str, str, Value]] = {  # title, unit and number of a run
 }  # fmt: skip
 
 
-def _against_batch(of: Sequence[Row], title: str, unit: str, value: Value) -> "Figure | None":
+def _against_batch(of: Sequence[LevelRow], title: str, unit: str, value: Value) -> "Figure | None":
     """Draw a panel for each task: the mean of a level as a line, its seeds as dots."""
     seeds = {id(row): _finite([value(run) for run in row.finished]) for row in of}
     of = [row for row in of if seeds[id(row)]]
@@ -280,13 +284,13 @@ def _against_batch(of: Sequence[Row], title: str, unit: str, value: Value) -> "F
 
 
 def _curves(
-    of: Sequence[Row],
+    of: Sequence[LevelRow],
     title: str,
     values: Callable[[Run], Sequence[float]],
-    drawing: "Callable[[Axes, list[Row]], None]",
+    drawing: "Callable[[Axes, list[LevelRow]], None]",
 ) -> "Figure | None":
     """Draw a panel for each task and batch size in which there is something to see."""
-    places: dict[tuple[str, int], list[Row]] = {}
+    places: dict[tuple[str, int], list[LevelRow]] = {}
     for row in of:
         if any(values(run) for run in row.runs):
             places.setdefault((row.task, row.batch), []).append(row)
@@ -301,7 +305,7 @@ def _curves(
     return figure
 
 
-def _draw_losses(axes: "Axes", of: list[Row]) -> None:
+def _draw_losses(axes: "Axes", of: list[LevelRow]) -> None:
     """Draw the mean over the seeds, and a band from the lowest to the highest of them."""
     of = [row for row in of if any(run.losses for run in row.runs)]
     points: dict[str, Points] = {}
@@ -332,7 +336,7 @@ def _moving_scale(run: Run) -> Sequence[float]:
     return run.scales if len(set(run.scales)) > 1 else ()
 
 
-def _draw_scales(axes: "Axes", of: list[Row]) -> None:
+def _draw_scales(axes: "Axes", of: list[LevelRow]) -> None:
     """Draw the scale of the first seed of each level whose scale moved."""
     points: dict[str, Points] = {}
     for row in of:

@@ -9,24 +9,24 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from apex.bench.cli import UsageError
-from apex.bench.options import check_folder, unique
-from apex.bench.output.tables import console, fitted, write_csv
 from apex.bench.training import page, plots
 from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.precision import ALIASES, LEVELS
-from apex.bench.training.results import Cell, Report, read
+from apex.bench.training.results import Cell, Results, read
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.sentences import answers, beside, sentences
 from apex.bench.training.table import COLUMNS, lines
 from apex.bench.training.verdict import Verdict, verdicts
+from apex.cli.command_line import UsageError
+from apex.cli.options import check_folder, unique
+from apex.cli.tables import console, fitted, write_csv
 
 __all__ = ["HELP", "add_arguments", "run", "show", "write_all"]
 
 HELP = "Draw what `apex bench` has measured again: page, CSV file and plots of each results file."
 
 
-def show(report: Report, folder: Path) -> None:
+def show(report: Results, folder: Path) -> None:
     """Print answer, tables and sentences on standard output, and write every file into ``folder``.
 
     ``results.json`` is there already.
@@ -62,7 +62,7 @@ def show(report: Report, folder: Path) -> None:
     to.print(str(folder / "report.html"), markup=False, soft_wrap=True)  # one word, to be copied
 
 
-def write_all(report: Report, folder: Path) -> None:
+def write_all(report: Results, folder: Path) -> None:
     """Write everything that is made from a report: the page, the CSV file, plots."""
     found = verdicts(report)
     write_csv(COLUMNS, lines(report, found), folder / "results.csv")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: Path, levels: Sequence[str] | None, batches: Sequence[int] | None) -> Report:
+def _load(path: Path, levels: Sequence[str] | None, batches: Sequence[int] | None) -> Results:
     """Read a file and leave out what was not asked for.
 
     Raises:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from apex.bench.cli import UsageError
-from apex.bench.output.tables import save
 from apex.bench.training.precision import LEVELS
+from apex.cli.command_line import UsageError
+from apex.cli.tables import save
 
-__all__ = ["FORMAT", "Cell", "Operator", "Report", "Run", "decode", "read", "write"]
+__all__ = ["FORMAT", "Cell", "Operator", "Results", "Run", "decode", "read", "write"]
 
 FORMAT = "apex bench 4"
 
@@ -133,11 +133,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Report:
+class Results:
     """All runs of a matrix, with what is needed to read and to repeat them."""
 
     environment: dict[str, Any]
-    """Of `apex.bench.options.environment`: date, versions, device, threads."""
+    """Of `apex.cli.options.environment`: date, versions, device, threads."""
     plan: tuple[Cell, ...]
     """Every cell that was asked for, in order."""
     runs: tuple[Run, ...]
@@ -167,7 +167,7 @@ class Report:
         return any(cell.quick for cell in self.plan)
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: Results, path: Path) -> None:
     """Write the report as JSON, whole or not at all: an interruption leaves the former file.
 
     Numbers that JSON lacks are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
@@ -175,14 +175,14 @@ def write(report: Report, path: Path) -> None:
     save({"format": FORMAT, **dataclasses.asdict(report)}, path)
 
 
-def read(path: Path) -> Report:
+def read(path: Path) -> Results:
     """Read back what `write` wrote; every number is the same to the last bit.
 
     Raises:
         UsageError: The file cannot be read, or is not a report of this format.
     """
     try:
-        found: Report = decode(path.read_bytes(), Report, FORMAT)
+        found: Results = decode(path.read_bytes(), Results, FORMAT)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

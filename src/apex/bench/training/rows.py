@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from apex.bench.intervals import percentile
 from apex.bench.training.precision import LEVELS
-from apex.bench.training.results import Cell, Report, Run
+from apex.bench.training.results import Cell, Results, Run
 
-__all__ = ["BASELINE", "Row", "mean", "rows"]
+__all__ = ["BASELINE", "LevelRow", "mean", "rows"]
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ BASELINE = "O0"
 UNSTEADY = 2.0  # times the median: a machine on which one step in ten takes longer is busy
 
 
-class Row:
+class LevelRow:
     """One level of a task at one batch size. A number is ``None`` where nothing was measured.
 
     Attributes:
@@ -50,7 +50,7 @@ class Row:
         problem: What is wrong with these runs, or ``None`` if all went well.
     """
 
-    def __init__(self, cells: Sequence[Cell], runs: Sequence[Run], report: Report) -> None:
+    def __init__(self, cells: Sequence[Cell], runs: Sequence[Run], report: Results) -> None:
         first = cells[0]
         self.cells, self.runs, self.report = tuple(cells), tuple(runs), report
         self.task, self.batch, self.label, self.level = (
@@ -116,7 +116,7 @@ class Row:
         return "; ".join(found) or None
 
 
-def rows(report: Report) -> list[Row]:
+def rows(report: Results) -> list[LevelRow]:
     """Put the runs together, in the order of the plan: a row per task, batch size and label."""
     cells: dict[tuple[str, int, str], list[Cell]] = {}
     runs: dict[tuple[str, int, str], list[Run]] = {}
@@ -124,7 +124,7 @@ def rows(report: Report) -> list[Row]:
         cells.setdefault((cell.task, cell.batch, cell.label), []).append(cell)
     for run in sorted(report.runs, key=lambda run: run.cell.seed):
         runs.setdefault((run.cell.task, run.cell.batch, run.cell.label), []).append(run)
-    return [Row(of, runs.get(key, ()), report) for key, of in cells.items()]
+    return [LevelRow(of, runs.get(key, ()), report) for key, of in cells.items()]
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from apex.bench.intervals import LEAST, Interval, Judged
-from apex.bench.training.results import Operator, Report
+from apex.bench.training.results import Operator, Results
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.verdict import Verdict
 
@@ -236,7 +236,7 @@ def _more(of: Verdict, found: Judged) -> str:
 # --- which level to take -------------------------------------------------------------------------
 
 
-def answers(report: Report, of: Sequence[Verdict]) -> list[str]:
+def answers(report: Results, of: Sequence[Verdict]) -> list[str]:
     """Answer for each task and batch size; several have their name before the answer."""
     places = dict.fromkeys((cell.task, cell.batch) for cell in report.plan)
     found = []

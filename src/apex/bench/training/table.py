@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from apex.bench.output.tables import NOTHING, Column, number, three
-from apex.bench.training.results import Report
-from apex.bench.training.rows import Row, mean, rows
+from apex.bench.training.results import Results
+from apex.bench.training.rows import LevelRow, mean, rows
 from apex.bench.training.verdict import Verdict, baseline_of
+from apex.cli.tables import NOTHING, Column, number, three
 
 __all__ = ["COLUMNS", "Line", "lines"]
 
@@ -16,7 +16,7 @@ __all__ = ["COLUMNS", "Line", "lines"]
 class Line(NamedTuple):
     """A row with its comparison to the baseline, where there is one."""
 
-    row: Row
+    row: LevelRow
     verdict: Verdict | None
 
     @property
@@ -27,7 +27,7 @@ class Line(NamedTuple):
         return self.verdict.ratio if self.verdict and not self.verdict.noise else None
 
 
-def lines(report: Report, verdicts: Sequence[Verdict]) -> list[Line]:
+def lines(report: Results, verdicts: Sequence[Verdict]) -> list[Line]:
     """Put each row beside its verdict against O0."""
     made = rows(report)
     found = {(v.row.task, v.row.batch, v.row.label, v.other.label): v for v in verdicts}

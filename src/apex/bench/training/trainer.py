@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from apex import optimizers
-from apex.amp.casting import process_state
-from apex.bench.catalogue import optimizers as catalogue
+from apex.bench.training import process_state
 from apex.bench.training.precision import precision
 from apex.bench.training.results import Cell
 from apex.bench.training.tasks.task import Task
+from apex.selftest.catalogue import optimizers as catalogue
 
 __all__ = ["OPTIMIZERS", "OwnState", "Trainer", "mapped", "out_of_memory"]
 

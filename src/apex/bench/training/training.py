@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from apex.bench.cli import raised
 from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.trainer import OwnState, Trainer, mapped, out_of_memory
+from apex.cli.command_line import raised
 
-__all__ = ["AFTER", "Training", "counted"]
+__all__ = ["AFTER", "CellTraining", "counted"]
 
 AFTER = 12  # steps' time that evaluation and the measurements apart take, about
 
 
-class Training:
+class CellTraining:
     """One training, as far as it has come.
 
     Attributes:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from apex import amp
-from apex.bench.output.tables import three
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import Task
-from apex.bench.training.training import AFTER, Training, counted
+from apex.bench.training.training import AFTER, CellTraining, counted
+from apex.cli.tables import three
 
 __all__ = ["BLOCK", "Turns", "train"]
 
@@ -79,7 +79,7 @@ class Turns:
         self._budget = budget_s
         self._report = on_progress
         self._device = device
-        self._trainings = [Training(cell, task, device) for cell in cells]
+        self._trainings = [CellTraining(cell, task, device) for cell in cells]
         self._draw = random.Random(cells[0].seed)
         if budget_s is not None:
             count = counted(task.loader(cells[0].batch, 1000 * cells[0].seed), budget_s / 20)
@@ -132,7 +132,7 @@ class Turns:
     def _share(self) -> float:
         return statistics.fmean(training.share for training in self._trainings)
 
-    def _keep_to_budget(self, running: Sequence[Training]) -> None:
+    def _keep_to_budget(self, running: Sequence[CellTraining]) -> None:
         """Stop levels, then cut all, until what is left fits into the budget."""
         left = self._left()
         running = list(running)
@@ -158,12 +158,12 @@ class Turns:
                 one.limit = limit
 
 
-def _needed(trainings: Sequence[Training]) -> float:
+def _needed(trainings: Sequence[CellTraining]) -> float:
     """Seconds that are left to do."""
     return sum(one.seconds_a_step * (one.aim - one.done + AFTER) for one in trainings)
 
 
-def _first_line(trainings: Sequence[Training]) -> str:
+def _first_line(trainings: Sequence[CellTraining]) -> str:
     cell = trainings[0].cell
     times = [f"{one.cell.label} {three(one.step_ms)}" for one in trainings if one.done]
     return f"{cell.task}, batch {cell.batch}: first steps in ms: {', '.join(times)}"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from apex.bench.intervals import Interval, Judged, interval, judge
-from apex.bench.training.results import Report, Run
-from apex.bench.training.rows import BASELINE, Row, rows
+from apex.bench.training.results import Results, Run
+from apex.bench.training.rows import BASELINE, LevelRow, rows
 
 __all__ = [
     "BUSY",
@@ -39,8 +39,8 @@ BUSY = "too noisy: something else is using this machine"
 class Verdict:
     """A level against another at the same task and batch size."""
 
-    row: Row
-    other: Row
+    row: LevelRow
+    other: LevelRow
     """O0, or torch's own autocast in the same dtype."""
     speed: Interval | None
     """Step time of the other divided by this one's: above 1 is faster. ``None`` of fewer than three
@@ -69,7 +69,7 @@ class Verdict:
     """An earlier level against the same other, whose losses are the same numbers."""
 
 
-def verdicts(report: Report) -> list[Verdict]:
+def verdicts(report: Results) -> list[Verdict]:
     """Compare each row with O0 and with torch's own autocast, in the order of the rows."""
     table = rows(report)
     pairs = [(row, other) for row in table for other in _others(row, table)]
@@ -79,14 +79,14 @@ def verdicts(report: Report) -> list[Verdict]:
     ]
 
 
-def baseline_of(row: Row, among: Sequence[Row]) -> Row | None:
+def baseline_of(row: LevelRow, among: Sequence[LevelRow]) -> LevelRow | None:
     """Find the row of O0, TF32 off where that is a choice, at the same task and batch size."""
     labels = (BASELINE, f"{BASELINE} TF32 off")
     same = (r for r in among if (r.task, r.batch) == (row.task, row.batch))
     return next((r for r in same if r.label in labels), None)
 
 
-def _others(row: Row, among: Sequence[Row]) -> list[Row]:
+def _others(row: LevelRow, among: Sequence[LevelRow]) -> list[LevelRow]:
     """Find what a row is compared with: O0 with TF32 off and on, and autocast in its dtype."""
     if row.level == BASELINE:  # with TF32 on against off; the baseline against nothing
         base = baseline_of(row, among)
@@ -99,16 +99,16 @@ def _others(row: Row, among: Sequence[Row]) -> list[Row]:
     ]
 
 
-def same_arithmetic(of: Sequence[Row]) -> list[list[Row]]:
+def same_arithmetic(of: Sequence[LevelRow]) -> list[list[LevelRow]]:
     """Put the rows of a task and batch size together whose losses are the same numbers."""
-    found: dict[Any, list[Row]] = {}
+    found: dict[Any, list[LevelRow]] = {}
     for row in of:
         if row.finished:
             found.setdefault(_losses(row), []).append(row)
     return [same for same in found.values() if len(same) > 1]
 
 
-def _same_as(row: Row, other: Row, among: Sequence[Row]) -> str | None:
+def _same_as(row: LevelRow, other: LevelRow, among: Sequence[LevelRow]) -> str | None:
     """Name the first row that is compared with the same other and has the same losses."""
     for one in among:
         if one is row:
@@ -118,14 +118,14 @@ def _same_as(row: Row, other: Row, among: Sequence[Row]) -> str | None:
     return None
 
 
-def _losses(row: Row) -> Any:
+def _losses(row: LevelRow) -> Any:
     return tuple((run.cell.seed, run.losses) for run in row.finished)
 
 
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def _verdict(row: Row, other: Row, comparisons: int, same_as: str | None) -> Verdict:
+def _verdict(row: LevelRow, other: LevelRow, comparisons: int, same_as: str | None) -> Verdict:
     pairs = _paired(row, other)
     logs = [log for mine, theirs in pairs if (log := paired_ratio(mine, theirs)) is not None]
     speed, noise = interval(logs), None
@@ -165,7 +165,7 @@ def _as_long(mine: Run, theirs: Run) -> bool:
     return mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
 
 
-def _paired(row: Row, other: Row) -> list[tuple[Run, Run]]:
+def _paired(row: LevelRow, other: LevelRow) -> list[tuple[Run, Run]]:
     """Pair the runs of a seed, those that took turns if there are such.
 
     A level of which every run diverged is not worth a time: no pairs.
@@ -217,7 +217,7 @@ def _log_loss(run: Run) -> float:
     return math.log(found) if found and 0 < found < math.inf else math.nan
 
 
-def _margin(row: Row) -> tuple[float, float]:
+def _margin(row: LevelRow) -> tuple[float, float]:
     """Give the margin in points, and the least standard deviation of a difference."""
     size = next((run.test_size for run in row.finished if run.test_size), None)
     sample = 100 / size if size else 0.0

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from apex.ops.lists.shards import Bucket
+from apex.ops.lists.shards import ShardBucket
 
 _GRAD: Any = torch.Tensor.grad  # a property
 _FLAG: Any = torch.Tensor.requires_grad
@@ -55,7 +55,7 @@ class Gather:
         pending: The gathers of the optimizer that have not finished; this one adds itself.
     """
 
-    def __init__(self, bucket: Bucket, user: str, lock: Any, pending: list[Gather]) -> None:
+    def __init__(self, bucket: ShardBucket, user: str, lock: Any, pending: list[Gather]) -> None:
         self.bucket, self._user, self._lock, self._pending = bucket, user, lock, pending
         self._sent: tuple[Any, torch.Tensor] | None = None
         self._kinds = {kind: self._made(kind) for kind in (torch.Tensor, torch.nn.Parameter)}

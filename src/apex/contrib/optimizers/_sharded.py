@@ -26,10 +26,10 @@ from apex.contrib.optimizers._sharded_parameters import ShardedParameters
 from apex.ops import _runtime
 from apex.ops.lists.collectives import wait
 from apex.ops.lists.columns import Scalar
-from apex.ops.lists.phases import Phases
+from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import LOW_BITS, StepOptions
 from apex.ops.lists.tensor_norms import square_sums
-from apex.optimizers import _buckets
+from apex.optimizers import _launches
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -53,10 +53,10 @@ class Shard(FusedOptimizer):
         return self.dtypes[param]
 
     def _update(
-        self, group: dict[str, Any], bucket: _buckets.Bucket, options: StepOptions
-    ) -> Phases | None:
-        phases: Phases | None = self._owner._update(group, bucket, options)
-        return phases
+        self, group: dict[str, Any], launch: _launches.Launch, options: StepOptions
+    ) -> Stages | None:
+        stages: Stages | None = self._owner._update(group, launch, options)
+        return stages
 
     def _finish(self, updates: Any, sharded: Sequence[torch.Tensor]) -> None:
         self._owner._finish(updates, sharded)
@@ -299,7 +299,7 @@ class ShardedOptimizer(ShardedParameters):
             tensors = [one[1].tensor for one in found if one is not None]
             pairs.append((group, {**group, "params": tensors}))
         # The shard counts the steps of groups of which this rank has something.
-        _buckets.count_steps([group for group, mine in pairs if not mine["params"]], noop)
+        _launches.count_steps([group for group, mine in pairs if not mine["params"]], noop)
         shard.param_groups = [mine for _, mine in pairs if mine["params"]]
         if self._buckets:
             shard.step_scaled(factor, noop, grads=grads)

@@ -26,12 +26,12 @@ from apex.ops import _runtime
 from apex.ops.lists.collectives import new_gradient_group, ranks_agree
 from apex.ops.lists.columns import Scalar
 from apex.ops.lists.flat import broadcast, group_by_size
-from apex.ops.lists.shards import Bucket, Kinds, Piece, Sent
+from apex.ops.lists.shards import Kinds, Piece, Sent, ShardBucket
 from apex.ops.lists.streams import HookOrder
 from apex.optimizers._base import FusedOptimizer
 
 
-class Options(NamedTuple):
+class Sharding(NamedTuple):
     """How gradients and parameters are sent, see the arguments of ``DistributedFusedAdam``."""
 
     dtype: torch.dtype = torch.float32
@@ -62,12 +62,12 @@ class Groups(NamedTuple):
 class ShardedGradients(FusedOptimizer):
     """An optimizer whose gradients are reduced into shards."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Sharding) -> None:
         self._options, self._groups = options, _groups(self._name, options)
         self._own: Groups | None = None
-        self._buckets: list[Bucket] = []
-        self._places: dict[int, tuple[Bucket, int]] = {}  # by the id of a parameter
-        self._fragments: dict[int, tuple[Bucket, Piece]] = {}  # by the same, those of this rank
+        self._buckets: list[ShardBucket] = []
+        self._places: dict[int, tuple[ShardBucket, int]] = {}  # by the id of a parameter
+        self._fragments: dict[int, tuple[ShardBucket, Piece]] = {}  # the same, of this rank
         self._hooks: dict[int, Any] = {}
         self._sent: deque[Sent] = deque()
         self._lock = threading.RLock()  # autograd has a thread for each device
@@ -208,7 +208,7 @@ class ShardedGradients(FusedOptimizer):
         elements = min(cap_mb * 2**20 / kinds[0].grad.itemsize, 2**62) if new else 1
         for members in group_by_size(range(len(new)), new, max(int(elements), 1)):
             some = [new[index] for index in members]
-            bucket = Bucket(some, kinds[members[0]], rank, world, stores=options.store_params)
+            bucket = ShardBucket(some, kinds[members[0]], rank, world, stores=options.store_params)
             self._buckets.append(bucket)
             self._places |= {id(param): (bucket, place) for place, param in enumerate(some)}
             self._fragments |= {id(some[one.place]): (bucket, one) for one in bucket.pieces}
@@ -261,7 +261,7 @@ class ShardedGradients(FusedOptimizer):
                 self._send()
                 following = self._buckets[self._next]
 
-    def _take(self, bucket: Bucket, place: int) -> None:
+    def _take(self, bucket: ShardBucket, place: int) -> None:
         param = bucket.params[place]
         if param.grad is not None:
             self._check_grads([param.grad])
@@ -338,7 +338,7 @@ def listed(params: Any) -> list[Any]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def _groups(user: str, options: Options) -> Groups:
+def _groups(user: str, options: Sharding) -> Groups:
     """The process groups, checked."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 
 from apex.contrib.optimizers._pending import Gather
-from apex.contrib.optimizers._sharded_gradients import Options, ShardedGradients, remove
-from apex.ops.lists.shards import Bucket
+from apex.contrib.optimizers._sharded_gradients import ShardedGradients, Sharding, remove
+from apex.ops.lists.shards import ShardBucket
 
 
 class ShardedParameters(ShardedGradients):
     """A sharded optimizer that gathers parameters."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Sharding) -> None:
         self._called = weakref.WeakSet[torch.nn.Module]()  # modules, and those in them
         self._forward_hook: dict[int, Any] = {}  # of all modules; none or one
         self._compile_hook: dict[int, Any] = {}  # of all compilations; none or one
-        self._gather_of: dict[Bucket, Gather] = {}
+        self._gather_of: dict[ShardBucket, Gather] = {}
         self._gathers: list[Gather] = []  # that have not finished
         self._is_hidden = False  # readers are not seen: step waits
         for hooks in (self._forward_hook, self._compile_hook):

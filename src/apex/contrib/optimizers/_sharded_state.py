@@ -17,7 +17,7 @@ import torch
 
 from apex.contrib.optimizers._sharded import ShardedOptimizer
 from apex.ops.lists.collectives import all_gather, wait
-from apex.ops.lists.shards import Bucket, Piece
+from apex.ops.lists.shards import Piece, ShardBucket
 from apex.ops.lists.storage import join, split
 
 
@@ -71,7 +71,7 @@ class SavedShards(ShardedOptimizer):
             "buckets": [[numbers[id(param)] for param in b.params] for b in self._buckets],
         }
 
-    def _saved(self, bucket: Bucket, piece: Piece) -> dict[str, torch.Tensor]:
+    def _saved(self, bucket: ShardBucket, piece: Piece) -> dict[str, torch.Tensor]:
         """The state of a fragment."""
         state = self._shard.state.get(piece.tensor, {})
         weight = piece.tensor if bucket.main is not None else bucket.part_of_param(piece)
@@ -82,13 +82,13 @@ class SavedShards(ShardedOptimizer):
         slots = {slot: state[slot] if slot in state else new() for slot in self.slots}
         return {"param": weight, **slots}
 
-    def _own_part(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+    def _own_part(self, bucket: ShardBucket) -> dict[int, dict[str, torch.Tensor]]:
         return {
             piece.place: {key: x.cpu().clone() for key, x in self._saved(bucket, piece).items()}
             for piece in bucket.pieces
         }
 
-    def _gathered(self, bucket: Bucket) -> dict[int, dict[str, torch.Tensor]]:
+    def _gathered(self, bucket: ShardBucket) -> dict[int, dict[str, torch.Tensor]]:
         """The state of whole parameters, by place."""
         assert self._own is not None
         saved = [(piece, self._saved(bucket, piece)) for piece in bucket.pieces]
@@ -154,7 +154,7 @@ class SavedShards(ShardedOptimizer):
             bucket.versions = None  # model and optimizer are loaded in any order
 
     def _part(
-        self, state: Mapping[int, Any], form: int, bucket: Bucket, piece: Piece
+        self, state: Mapping[int, Any], form: int, bucket: ShardBucket, piece: Piece
     ) -> dict[str, torch.Tensor]:
         """What was saved of a fragment, checked."""
         param = bucket.params[piece.place]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from apex.contrib.optimizers._pending import PendingParameter
-from apex.contrib.optimizers._sharded_gradients import Options, listed
+from apex.contrib.optimizers._sharded_gradients import Sharding, listed
 from apex.contrib.optimizers._sharded_state import SavedShards
 from apex.ops.updates.adam import Adam, adam_
 
@@ -147,7 +147,7 @@ class DistributedFusedAdam(SavedShards):
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
         }  # fmt: skip
-        options = Options(**{name: given[name] for name in Options._fields})
+        options = Sharding(**{name: given[name] for name in Sharding._fields})
         super().__init__(params, defaults, options)
 
     @property

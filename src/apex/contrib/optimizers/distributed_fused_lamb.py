@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from apex.contrib.optimizers._sharded import known
-from apex.contrib.optimizers._sharded_gradients import Options
+from apex.contrib.optimizers._sharded_gradients import Sharding
 from apex.contrib.optimizers._sharded_state import SavedShards
 from apex.ops.lists.columns import Scalar
-from apex.ops.lists.phases import finish_on_shards
-from apex.ops.updates.lamb import SQUARES, Lamb, lamb_phases
+from apex.ops.lists.stages import finish_on_shards
+from apex.ops.updates.lamb import SQUARES, Lamb, lamb_stages
 
 __all__ = ["DistributedFusedLAMB"]
 
@@ -59,7 +59,7 @@ class DistributedFusedLAMB(SavedShards):
     """
 
     _numbers = Lamb
-    _algorithm = staticmethod(lamb_phases)
+    _algorithm = staticmethod(lamb_stages)
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -118,7 +118,7 @@ class DistributedFusedLAMB(SavedShards):
             "weight_decay": weight_decay, "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }  # fmt: skip
-        options = Options(
+        options = Sharding(
             overlap_grad_sync=overlap_reductions,
             contiguous_param_buffer=set_param_views_to_flat_buffer,
         )

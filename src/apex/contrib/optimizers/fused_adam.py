@@ -15,7 +15,7 @@ from apex.ops.lists.columns import Scalar
 from apex.ops.lists.storage import StepOptions
 from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.optimizers._base import scalar
-from apex.optimizers._buckets import Bucket, GroupGrads, check_captured
+from apex.optimizers._launches import GroupGrads, Launch, check_captured
 
 
 class FusedAdam(OldStep):
@@ -97,14 +97,14 @@ class FusedAdam(OldStep):
                 clip = _clipped(factor, norm, group["max_grad_norm"])
             self._factors[id(group)] = clip
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, options: StepOptions) -> None:
-        device = bucket.device
+    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> None:
+        device = launch.device
         factor = self._factors[id(group)]
         if isinstance(factor, torch.Tensor):
             factor = factor.to(device, torch.float32, non_blocking=True).reshape(())
         lr = scalar(group["lr"], device)
         beta1, beta2 = group["betas"]
-        for step, members in self._by_step(bucket, options.noop):
+        for step, members in self._by_step(launch, options.noop):
             rate: Scalar = lr
             if group["bias_correction"]:
                 unbias2 = unbiased(beta2, step)
@@ -115,20 +115,22 @@ class FusedAdam(OldStep):
                 rate, beta1, beta2, group["eps"], decay, True, False, step, self.eps_mode == 0
             )
             extra = None if options.extra is None else [options.extra[i] for i in members]
-            part = [[column[i] for i in members] for column in bucket.columns]
+            part = [[column[i] for i in members] for column in launch.columns]
             adam_(part, numbers, options._replace(factor=factor, extra=extra))
 
     def _by_step(
-        self, bucket: Bucket, noop: torch.Tensor | None
+        self, launch: Launch, noop: torch.Tensor | None
     ) -> list[tuple[int | torch.Tensor, list[int]]]:
         """Count the step of each parameter; those of one count belong together."""
         found: dict[Any, tuple[int | torch.Tensor, list[int]]] = {}
-        for number, param in enumerate(bucket.params):
+        for number, param in enumerate(launch.params):
             state = self.state[param]
             before = state.get("step", 0)
+            # Counts on a device by who they are, so as not to wait. An id is above 0, so the
+            # negative of a number is no id.
             key = id(before) if isinstance(before, torch.Tensor) else -before
             if key not in found:
-                found[key] = (_next(before, noop, bucket.device), [])
+                found[key] = (_next(before, noop, launch.device), [])
             state["step"], members = found[key]
             members.append(number)
         return list(found.values())

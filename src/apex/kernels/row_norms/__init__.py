@@ -15,14 +15,12 @@ memory would be 16.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from apex.kernels._launching import cdiv, empty, multiprocessors, power_of_2
-from apex.kernels.inspect.case import BITS, DTYPES, Case, launched, meta
 from apex.kernels.row_norms.kernels import (
     row_norm_add_up,
     row_norm_backward,
@@ -39,7 +37,7 @@ ELEMENTS_PER_WARP = 512  # 16 elements a thread, until there are WARPS
 # thread in 16 bits. Backward it is five tiles (dy, x, the weight and both of its gradients), 16
 # elements a thread; at twice the width sm_80 to sm_100 spill. The next rows are read ahead
 # (num_stages=2) unless the tile takes more than so many bytes: float32 rows of 8,192 would spill.
-# Derived from the compiled code (`apex kernels`), not yet tuned on a GPU.
+# Derived from the compiled code (`./dev kernels`), not yet tuned on a GPU.
 WIDEST_FORWARD_BYTES = 65536
 WIDEST_BACKWARD = 8192
 READ_AHEAD_BYTES = 16384
@@ -172,56 +170,3 @@ def backward(
             of_weight, of_bias, dweight, dbias, n_programs, 2 * n_cols, rows, columns, num_warps=4
         )
     return [dx, dweight, dbias]
-
-
-# -- what is inspected ---------------------------------------------------------------------------
-
-
-def cases() -> Iterator[Case]:
-    """What is inspected: types of x, weight and y."""
-    same = [(kind, kind, kind) for kind in ("fp32", "fp16", "bf16")]
-    for centered in (True, False):
-        for types in [*same, ("fp32", "bf16", "bf16"), ("fp32", "fp16", "fp16")]:
-            yield from _cases(*types, centered, True)
-            if types in same:
-                yield from _cases(*types, centered, False)
-    yield from _cases("bf16", "bf16", "bf16", True, True, (1, 1001, 32801))
-
-
-def _cases(
-    kind: str, of_weight: str, of_y: str, centered: bool, affine: bool, odd: Sequence[int] = ()
-) -> Iterator[Case]:
-    """Several rows in a tile, the longest row in a tile, and a longer one; or ``odd`` lengths."""
-    name = "layer_norm" if centered else "rms_norm"
-    words = f"{kind} {of_weight} {of_y}" if affine else f"{kind} plain"
-    narrow = dict.fromkeys(("mean_ptr", "rstd_ptr"), "one number a row")
-    more: dict[str, Any] = {
-        "prefix": "row_norm", "writes": ("y_ptr", "dx_ptr", "dweight_ptr", "dbias_ptr"),
-        "shared": ("weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr"), "aligned": not odd,
-    }  # fmt: skip
-
-    def rows(kind: str, columns: int) -> tuple[torch.Tensor, Any, Any]:
-        weight = meta(of_weight, columns) if affine else None
-        return meta(kind, 4100, columns), weight, weight if centered else None
-
-    widest = WIDEST_FORWARD_BYTES * 8 // BITS[kind]
-    for columns in odd or (1000, widest, 2 * widest):
-        call: Any = partial(forward, *rows(kind, columns), (columns,), 1e-5, centered, DTYPES[of_y])
-        yield from launched(call, name, f"{columns} {words}", narrow=narrow, **more)
-    rstd = meta("fp32", 4100)
-    for widest, by_y in ((WIDEST_BACKWARD, False), (WIDEST_FROM_OUTPUT, True))[
-        : 1 + (affine and not odd)
-    ]:
-        for columns in odd or (1000, widest, 2 * widest):
-            saved, weight, bias = rows(of_y if by_y else kind, columns)
-            given = {"y": saved} if by_y else {"x": saved, "mean": rstd if centered else None}
-            call = partial(
-                backward, meta(of_y, 4100, columns), [True] * 3, weight=weight, bias=bias,
-                rstd=rstd, shape=(columns,), eps=1e-5, centered=centered, x_dtype=DTYPES[kind],
-                **given,
-            )  # fmt: skip
-            unread = {} if by_y else {"bias_ptr": "not read: says whether there is one"}
-            end = " from output" * by_y
-            yield from launched(
-                call, name, f"{columns} {words}{end}", narrow=narrow | unread, **more
-            )

@@ -33,6 +33,8 @@ def overlapping(tensors: Column) -> list[int]:
     # Each ends before the next one starts: sorted numbers take a third of the time of tuples.
     if all(map(le, sorted(ends), sorted(starts)[1:])):
         return []
+    # In the order of their starts, a tensor overlaps an earlier one if it starts before the
+    # farthest end so far, `reached`; then it overlaps at least the tensor that ends there, `by`.
     found, reached, by = set[int](), 0, 0
     for start, end, number in sorted(zip(starts, ends, count(), strict=False)):
         if start < reached:

@@ -54,13 +54,13 @@ class Piece(NamedTuple):
 class Sent(NamedTuple):
     """Gradients on their way."""
 
-    bucket: Bucket
+    bucket: ShardBucket
     work: Any
     shard: torch.Tensor
     flat: torch.Tensor
 
 
-class Bucket:
+class ShardBucket:
     """Some parameters with the gradients of a step.
 
     Args:
@@ -110,6 +110,8 @@ class Bucket:
         self.note_versions()
 
     def _piece(self, place: int) -> Piece:
+        # Positions in the bucket. If this rank has nothing of the parameter, `first` and `last` are
+        # the same border of it, and the slices are empty.
         start, size = self.starts[place], self.params[place].numel()
         first = min(max(self.own.start, start), start + size)
         last = max(min(self.own.stop, start + size), first)

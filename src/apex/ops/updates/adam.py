@@ -57,7 +57,7 @@ ADAM_EPS_INSIDE = Update(
 
 
 @dataclass(frozen=True, eq=False)
-class StepCounts:
+class DeviceSteps:
     """Which step this is for tensors whose groups count on a device.
 
     Bias corrections are computed for all groups at once: some ten small kernels for a step of the
@@ -73,11 +73,11 @@ class StepCounts:
     runs: Sequence[tuple[int, int]] = ()
     found: dict[float, torch.Tensor] = field(default_factory=dict)
 
-    def of(self, runs: Sequence[tuple[int, int]], device: torch.device) -> StepCounts:
+    def of(self, runs: Sequence[tuple[int, int]], device: torch.device) -> DeviceSteps:
         """The steps of a list of tensors on ``device``."""
         if device == self.counts.device:
             return replace(self, runs=runs)
-        return StepCounts(self.counts.to(device, non_blocking=device.type != "cpu"), runs)
+        return DeviceSteps(self.counts.to(device, non_blocking=device.type != "cpu"), runs)
 
     def unbiased(self, beta: float) -> torch.Tensor:
         """``1 / (1 - beta ** step)``: one number, or a vector with one for each tensor."""
@@ -91,12 +91,12 @@ class StepCounts:
         )
 
 
-Step = int | torch.Tensor | StepCounts
+Step = int | torch.Tensor | DeviceSteps
 
 
 def unbiased(beta: float, step: Step) -> Scalar:
     """``1 / (1 - beta ** step)``; for a step on a device computed there, in float64."""
-    if isinstance(step, StepCounts):
+    if isinstance(step, DeviceSteps):
         return step.unbiased(beta)
     if isinstance(step, torch.Tensor):
         return _unbiased(beta, step.reshape(()))
@@ -156,7 +156,7 @@ def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT
 
 def for_torch(step: Step, corrects: bool) -> torch.Tensor:
     """A step for torch's fused kernels on a CPU; without bias corrections the infinite one."""
-    assert not isinstance(step, StepCounts)  # cpu_fused.torch_steps asks
+    assert not isinstance(step, DeviceSteps)  # cpu_fused.torch_steps asks
     return cpu_fused.number(float(step) if corrects else math.inf)
 
 

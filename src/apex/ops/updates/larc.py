@@ -19,11 +19,11 @@ import torch
 
 from apex.ops.lists.columns import Column, Scalar, scalar_on
 from apex.ops.lists.multi_tensor import Update, Values, run
-from apex.ops.lists.phases import Kind, Phases, Sums
+from apex.ops.lists.stages import Kind, Stages, Sums
 from apex.ops.lists.tensor_norms import square_sums
 
 LarcScalars = namedtuple("LarcScalars", "rate decay")  # of each tensor
-SQUARES = Kind(2)  # what the first phase yields of each tensor: those of gradient and weight
+SQUARES = Kind(2)  # what the first stage yields of each tensor: those of gradient and weight
 
 
 def _larc(values: Values, s: LarcScalars) -> Values:
@@ -34,7 +34,7 @@ LARC = Update(_larc, "larc:larc", LarcScalars)
 
 
 @torch.no_grad()
-def larc_phases(
+def larc_stages(
     grads: Column,
     params: Column,
     *,
@@ -43,7 +43,7 @@ def larc_phases(
     trust_coefficient: float,
     eps: float,
     clip: bool,
-) -> Phases:
+) -> Stages:
     """Multiply the local learning rates and the weight decay into the gradients, in place.
 
     Args:

@@ -95,7 +95,7 @@ def begin_(columns: Sequence[Column], hyper: Muon, options: StepOptions) -> list
     stores = ((1, 0), (2, 1), (0, 2)) if options.write_grads else ((1, 0), (2, 1))
     rest = 1 - hyper.momentum
     scalars = AverageScalars(options.factor, rest, rest if hyper.nesterov else 0.0)
-    codec = replace(PLAIN, held=tuple(one._replace(column=1) for one in options.held))
+    codec = replace(PLAIN, quantized=tuple(one._replace(column=1) for one in options.quantized))
     run(
         AVERAGE, [grads, buffers, directions], stores, scalars, noop=options.noop, codec=codec,
         dense=options.dense,
@@ -118,4 +118,6 @@ def finish_(
         some = [[column[n] for n in positions] for column in (updates, columns[1])]
         extra = None if options.extra is None else [options.extra[n] for n in positions]
         scalars = MoveScalars(hyper.lr * hyper.weight_decay, hyper.lr * adjustment)
-        run_stored(MOVE, some, scalars, options._replace(write_grads=False, extra=extra, held=()))
+        run_stored(
+            MOVE, some, scalars, options._replace(write_grads=False, extra=extra, quantized=())
+        )

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from apex.bench.cli import UsageError, raised
 from apex.bench.training.tasks.task import Task, TaskOptions
+from apex.cli.command_line import UsageError, raised
 
 __all__ = ["NEEDED", "TASKS", "complete", "load"]
 

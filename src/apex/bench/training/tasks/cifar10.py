@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from apex.bench.cli import UsageError
 from apex.bench.training.tasks.classification import Classification, Split
 from apex.bench.training.tasks.networks import ResNet, vgg16
 from apex.bench.training.tasks.task import TaskOptions
+from apex.cli.command_line import UsageError
 
 __all__ = ["load", "resnet18", "vgg"]
 

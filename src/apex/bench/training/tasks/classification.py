@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex.bench.cli import UsageError
 from apex.bench.training.tasks.task import Task
+from apex.cli.command_line import UsageError
 
 __all__ = ["IGNORED", "Batches", "Classification", "Split", "cross_entropy", "package"]
 

@@ -38,7 +38,7 @@ def vgg16(channels: int, width: int = 64, classes: int = 10) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, classes))
 
 
-class _Block(nn.Module):
+class _Residual(nn.Module):
     """Two 3x3 convolutions beside a shortcut; of a bottleneck a 3x3 one between two of 1x1."""
 
     def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
@@ -90,7 +90,7 @@ class ResNet(nn.Module):
         for number, (name, depth) in enumerate(zip(self.stages, depths, strict=True)):
             blocks = []
             for stride in [2 if number else 1] + [1] * (depth - 1):
-                blocks.append(_Block(channels, width, stride, bottleneck=bottleneck))
+                blocks.append(_Residual(channels, width, stride, bottleneck=bottleneck))
                 channels = 4 * width if bottleneck else width
             self.add_module(name, nn.Sequential(*blocks))
             width *= 2

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from apex.bench.cli import UsageError
 from apex.bench.training.tasks.classification import (
     IGNORED,
     Batches,
@@ -24,6 +23,7 @@ from apex.bench.training.tasks.classification import (
     package,
 )
 from apex.bench.training.tasks.task import TaskOptions
+from apex.cli.command_line import UsageError
 
 __all__ = ["LARGEST", "MASK", "UNKNOWN", "Text", "bert_base", "bert_tiny", "characters", "letters"]
 __all__ += ["lstm", "masked", "seq2seq", "transformer", "words"]

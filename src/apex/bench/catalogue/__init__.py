@@ -1,8 +1,0 @@
-"""The ops and the optimizers of `apex`, each named once, with what checks and timings need of them.
-
-An entry is data and small functions, written by hand. The self-test, `apex bench kernels`, `apex
-bench --optimizer` and the tests go over `ops.OPS` and `optimizers.OPTIMIZERS`; none has a list of
-its own. It is in `apex.bench` because `apex.ops` may not import public classes.
-"""
-
-__all__: list[str] = []

@@ -1,8 +1,0 @@
-"""All ops on tensors."""
-
-from apex.bench.catalogue import layers, norms_and_losses
-from apex.bench.catalogue.entry import Op
-
-__all__ = ["OPS"]
-
-OPS: tuple[Op, ...] = (*norms_and_losses.OPS, *layers.OPS)

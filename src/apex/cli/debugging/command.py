@@ -1,0 +1,82 @@
+"""``apex debug SCRIPT``: run a program as it is, with a watch on what it trains."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apex.cli.command_line import UsageError
+from apex.cli.debugging.script import after_import, exit_code, prepare, say
+
+if TYPE_CHECKING:
+    from apex.cli.debugging.program import Program
+
+HELP = """Run a training script as it is. At the first step whose gradients are not finite, say
+which operation made the first inf or NaN, and why, on stderr and in apex-debug/. The script's own
+output, files and exit code stay those of a run without this command. Where nothing is wrong, no
+file is written. Watched are the modules that are called and hold parameters of an optimizer."""
+
+at_exit = atexit.register  # under this name for tests, whose process does not end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--out", type=Path, default=Path("apex-debug"), help="folder for reports")
+    parser.add_argument(
+        "--skip",
+        action="store_true",
+        help="skip updates that would write an inf or NaN, so that the run goes on with finite "
+        "weights; its output is then another one",
+    )
+    parser.add_argument(
+        "--no-lines",
+        action="store_true",
+        help="do not note what is computed outside of the model: a step takes less time, and of a "
+        "fault in the loss or in the preparation of a batch no line is named",
+    )
+    parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the program, as after 'python'")
+    rest = parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments"
+    )
+    rest.required = False  # else an error without SCRIPT names both
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return the exit code of the script."""
+    if not args.as_module and not Path(args.script).exists():
+        raise UsageError(f"{args.script}: no such file")
+    folder, code = Path(args.out).absolute(), 1
+    programs: list[Program] = []
+
+    def watch() -> None:
+        from apex.cli.debugging.program import Program
+
+        programs.append(Program(folder, skip=args.skip, lines=not args.no_lines))
+
+    def end() -> None:  # after all threads and exit functions of the script
+        for program in programs:
+            program.close()
+        _say_the_end(programs, failed=code != 0)
+
+    at_exit(end)
+    main = prepare(args.script, args.arguments, as_module=args.as_module)
+    after_import("torch", watch)
+    code = exit_code(main)
+    return code
+
+
+def _say_the_end(programs: list[Program], *, failed: bool) -> None:
+    watch = programs[0].watch if programs else None
+    if watch is not None and watch.skipped and watch.report is not None:
+        text = f"{watch.skipped} of {watch.steps} steps were skipped"
+    elif failed or (watch is not None and watch.steps):
+        return
+    else:
+        text = (
+            "no step of an optimizer was seen whose parameters are in a module that was "
+            "called. Write into the script: with apex.debug.watch(model, optimizer):"
+        )
+    say(text)

@@ -1,1 +1,0 @@
-"""Inspect compiled kernels without a GPU; :mod:`.finding` is where to start."""

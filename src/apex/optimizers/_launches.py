@@ -1,0 +1,252 @@
+"""Groups that are stepped together, the count of their steps, and what one launch steps of them.
+
+Groups of equal numbers share launches: 65 groups need not be 65 launches.
+Where a step can be skipped on a device, its count is a tensor there. Those of all groups are
+counted by one function of torch, and their bias corrections are computed as one vector.
+
+Whole columns are looked at by functions written in C: one by one, 1,000 parameters would take
+longer than SGD does. Nothing is kept from step to step, so nothing gets stale when groups or state
+are edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count, groupby, repeat
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+
+from apex.ops import _runtime
+from apex.ops.lists.columns import of_one_kind
+from apex.ops.updates.adam import DeviceSteps
+
+_DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
+
+# Of `split`.
+SplitArguments = tuple[
+    Sequence[torch.Tensor],
+    Sequence[Sequence[torch.Tensor]],
+    Sequence[torch.Tensor | None] | None,
+    bool,
+    Sequence[int],
+]
+# By the id of a step on a device: the steps there, and which of them it is.
+Counters = Mapping[int, tuple[DeviceSteps, int]]
+
+
+class GroupGrads(NamedTuple):
+    """A group, its parameters that have a gradient, and their gradients."""
+
+    group: dict[str, Any]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+
+
+def with_grads(
+    group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
+) -> GroupGrads:
+    """The group with those of its parameters that have a gradient."""
+    params = group["params"]
+    found: list[Any]
+    if grads is None:
+        found = [*map(_GRAD, params)]
+    else:
+        found = [grads.get(param, param.grad) for param in params]
+    if any(map(is_, found, repeat(None))):
+        params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
+        found = [grad for grad in found if grad is not None]
+    return GroupGrads(group, params, found)
+
+
+def with_copies(
+    active: Iterable[GroupGrads], copies: Mapping[int, torch.Tensor]
+) -> list[GroupGrads]:
+    """The groups with copies of some gradients, by the number of a gradient among those of all."""
+    numbers = count()
+    return [
+        one._replace(grads=[copies.get(next(numbers), grad) for grad in one.grads])
+        for one in active
+    ]
+
+
+def joined(
+    active: Iterable[GroupGrads], numbers: Collection[str] | None, noop: torch.Tensor | None
+) -> list[list[GroupGrads]]:
+    """Join groups that have parameters and whose numbers are equal, or are the same tensors.
+
+    Steps on a device need not be equal: kernels read one for each tensor of a list.
+
+    Args:
+        active: The groups.
+        numbers: Keys of what an update reads of a group; ``None`` if it reads more than numbers.
+        noop: Whether the step is skipped, if only a device knows that.
+    """
+    found: dict[Any, list[GroupGrads]] = {}
+    for one in active:
+        group = one.group
+        if not group["params"]:
+            continue
+        key: Any = id(group)
+        if numbers is not None:
+            device, step = group["params"][0].device, group.get("step", 0)
+            if noop is not None or isinstance(step, torch.Tensor):
+                step = None if _runtime.waits(device) else int(step)
+            key = device, step, *map(_hashable, map(group.get, numbers))
+        found.setdefault(key, []).append(one)
+    return [*found.values()]
+
+
+def _hashable(number: Any) -> Any:
+    """A number to compare by; a tensor is equal to itself only."""
+    if type(number).__hash__ is not None:
+        return number
+    return tuple(map(float, number)) if isinstance(number, list) else id(number)
+
+
+def count_steps(
+    groups: Iterable[dict[str, Any]],
+    noop: torch.Tensor | None,
+    elsewhere: torch.device | None = None,
+) -> Counters:
+    """Count the step of every group that has parameters, here or on other ranks.
+
+    It is a number, or a tensor where the step may be skipped on a device. A tensor that several
+    groups share counts once.
+
+    Args:
+        groups: The groups.
+        noop: Whether the step is skipped, if only a device knows that.
+        elsewhere: The device of parameters that other ranks have, if some do.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured, and a count is not on the device.
+    """
+    captured = _runtime.capturing()
+    on: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for group in groups:
+        if not group["params"] and elsewhere is None:
+            continue
+        step = group.get("step", 0)
+        device = group["params"][0].device if group["params"] else elsewhere
+        assert device is not None
+        if captured:
+            check_captured(step, device)
+        if noop is None and not isinstance(step, torch.Tensor):
+            group["step"] = step + 1
+            continue
+        if not isinstance(step, torch.Tensor):
+            step = torch.full((1,), step, dtype=torch.int32, device=device)
+        group["step"] = step = step.to(device, non_blocking=True)
+        on.setdefault(device, {})[id(step)] = step
+    counters: dict[int, tuple[DeviceSteps, int]] = {}
+    for device, by_id in on.items():
+        steps = [*by_id.values()]
+        if noop is None:
+            torch._foreach_add_(steps, 1)
+        else:
+            taken = (noop.to(device, non_blocking=True) == 0).to(torch.int32)
+            torch._foreach_add_(steps, [taken.view_as(step) for step in steps])
+        if _runtime.waits(device):
+            counts = DeviceSteps(torch.cat([step.view(1) for step in steps]).double())
+            counters |= {number: (counts, place) for place, number in enumerate(by_id)}
+    return counters
+
+
+def check_captured(step: int | torch.Tensor, device: torch.device) -> None:
+    """Raise ``RuntimeError`` if replays of a CUDA graph could not count on from ``step``."""
+    if isinstance(step, torch.Tensor) and step.device == device:
+        return
+    where = f"on {step.device}" if isinstance(step, torch.Tensor) else f"the Python number {step}"
+    raise RuntimeError(
+        f'A step of a fused optimizer was captured in a CUDA graph, and its count, "step", is '
+        f"{where}: each replay would keep the bias corrections of the step captured. Use "
+        "FusedAdam(capturable=True) or FusedMixedPrecisionLamb, which count on the device. Others "
+        "do so under a dynamic loss scale; take a step before capturing (docs/optimizers.md, CUDA "
+        "graphs)."
+    )
+
+
+def counted(groups: Sequence[GroupGrads], launch: Launch, counters: Counters) -> dict[str, Any]:
+    """The numbers of joined groups for a launch, with the step as updates take it."""
+    numbers = groups[0].group
+    step = numbers.get("step")
+    if not isinstance(step, torch.Tensor):
+        return numbers
+    if not _runtime.waits(step.device):
+        return {**numbers, "step": int(step)}
+    # Joined groups may have steps of their own: kernels are given a bias correction for each
+    # tensor, made of `runs`: which of the steps, and for how many tensors in a row.
+    counts = counters[id(step)][0]
+    places = [counters[id(one.group["step"])][1] for one in groups]
+    runs = [(places[0], len(launch.params))]
+    if len({*places}) > 1:  # a launch may have fewer tensors than its groups, in their order
+        pairs = zip(groups, places, strict=True)
+        owners = {id(param): place for one, place in pairs for param in one.params}
+        by_owner = groupby(owners[id(param)] for param in launch.params)
+        runs = [(place, len([*some])) for place, some in by_owner]
+    return {**numbers, "step": counts.of(runs, launch.device)}
+
+
+class Launch(NamedTuple):
+    """What one launch steps: parameters of one device and one set of dtypes.
+
+    Attributes:
+        params: The parameters, as in the group.
+        columns: Gradients (local parts of distributed ones), weights (the parameters or their
+            masters), and every state slot.
+        extra: The storage's own column, or the 16-bit parameters behind masters.
+    """
+
+    params: list[torch.Tensor]
+    columns: list[list[torch.Tensor]]
+    extra: list[torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.columns[1][0].device
+
+
+def split(
+    params: Sequence[torch.Tensor],
+    columns: Sequence[Sequence[torch.Tensor]],
+    extra: Sequence[torch.Tensor | None] | None,
+    is_uniform: bool,
+    sizes: Sequence[int],
+) -> Iterable[tuple[int, Launch]]:
+    """Split parameters into launches.
+
+    Args:
+        params: The parameters.
+        columns: Gradients, weights and every slot.
+        extra: What is stored in addition to each weight; ``None`` for nothing at all.
+        is_uniform: Whether all of it is known to have one device, and one dtype for each column.
+        sizes: How many parameters each list of joined groups has, one list after the other.
+
+    Yields:
+        The number of the list of groups, and a launch of it.
+    """
+    if is_uniform or (extra is None and of_one_kind(columns)):
+        start = 0
+        for number, size in enumerate(sizes):
+            part = slice(start, start := start + size)
+            if size:
+                some: Any = None if extra is None else list(extra[part])
+                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], some)
+        return
+    owners = [number for number, size in enumerate(sizes) for _ in range(size)]
+    kinds = zip(
+        owners,
+        map(_DEVICE, columns[1]),
+        *(map(_DTYPE, column) for column in columns),
+        [None] * len(params) if extra is None else [x is not None and x.dtype for x in extra],
+        strict=True,
+    )
+    members: dict[Any, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(number)
+    for chosen in members.values():
+        listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
+        some = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
+        yield owners[chosen[0]], Launch(listed, picked, some or None)

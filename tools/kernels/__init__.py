@@ -1,0 +1,1 @@
+"""Inspect compiled kernels without a GPU (``./dev kernels``); begin with :mod:`.finding`."""

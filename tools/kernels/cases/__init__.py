@@ -1,0 +1,1 @@
+"""What is inspected of each kernel file, in a file of its name; see :mod:`tools.kernels.case`."""
