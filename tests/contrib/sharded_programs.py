@@ -26,6 +26,8 @@ from tests.ranks import COLLECTIVE
 
 SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))
 STEPS = 3
+SMALL = {"bucket_cap_mb": 1e-4}  # three buckets
+LEFT_OUT = ((), (3, 4))
 GROUPS = ({"weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.8, 0.99)})
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 MIXED = (FLOAT, BFLOAT, HALF)
@@ -135,6 +137,63 @@ def without_shards(rank):
         collectives.WITHOUT_SHARDS.discard("gloo")
 
 
+def rounded(dtypes, options, rank):
+    """Weights after three steps, and what constructing the optimizer warned of."""
+    group, rank = world(rank, 2)
+    ps = params(dtypes)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
+        texts = [str(one.message) for one in said]
+        train(optimizer, ps, rank)
+    optimizer.param_sync()
+    return [p.detach() for p in ps], texts
+
+
+def filled(caps, rank):
+    """What the first steps with buckets of these sizes warn of."""
+    found = []
+    for cap in caps:
+        param = nn.Parameter(torch.ones(2**15))  # 1/8 MiB
+        optimizer = DistributedFusedAdam([param], **({} if cap is None else {"bucket_cap_mb": cap}))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                param.sum().backward()
+                optimizer.step()
+        found.append([str(one.message) for one in said])
+    return found
+
+
+def scaled_moments(rank):
+    """float16 moments of gradients around 1e-7, whose squares float16 has not; beside float32."""
+    group, rank = world(rank, 2)
+    ends, moments = [], []
+    for options in ({}, {"dtype": HALF, "grad_sync_dtype": FLOAT, "with_scaled_states": True}):
+        ps = params((HALF,))
+        optimizer = DistributedFusedAdam(ps, process_group=group, lr=0.01, eps=1e-12, **options)
+        for step in range(STEPS):
+            gs = [g * 2.0**-20 for g in grads(step, rank, ps)]
+            backward([p.float() for p in ps], [g.float() for g in gs])
+            optimizer.step()
+        ends.append([p.detach().float() for p in ps])
+        moments.append([optimizer.state_dict()["state"][n]["exp_avg_sq"] for n in range(5)])
+    stored = {
+        x.dtype for s in optimizer._shard.state.values() for k, x in s.items() if "scale" not in k
+    }
+    return ends, moments, stored
+
+
+def lamb_in_stages(rank):
+    """The original's two calls before the first step."""
+    ps = params()
+    optimizer = DistributedFusedLAMB(groups(ps))
+    optimizer._lazy_init_stage1()
+    optimizer._lazy_init_stage2()
+    assert len(optimizer._places) == len(ps)
+    return train(optimizer, ps, rank)
+
+
 def tiny(make, rank):
     """One number: three of four ranks have nothing of it."""
     p = nn.Parameter(torch.ones(()))
@@ -195,6 +254,19 @@ def accumulation(how, rank):
                 backward(ps, grads(2 * step + 1, rank, ps))
         else:
             backward(ps, grads(2 * step + 1, rank, ps))
+        optimizer.step()
+    return [p.detach() for p in ps]
+
+
+def between(options, rank):
+    """Passes that are reduced, a gradient that one rank misses, other collectives in between."""
+    group, rank = world(rank, 2)
+    ps = params()
+    optimizer = DistributedFusedAdam(groups(ps), process_group=group, **SMALL, **options)
+    for step in range(STEPS):
+        for number in range(2):
+            backward(ps, grads(2 * step + number, rank, ps, LEFT_OUT[rank]))
+            dist.all_reduce(torch.ones(3), group=group)  # say, of a loss
         optimizer.step()
     return [p.detach() for p in ps]
 
@@ -577,7 +649,6 @@ def refused(rank):
         "nccl_ub": {"nccl_ub": True},
         "both stored": {"store_param_remainders": True},
         "remainders": REMAINDERS,
-        "rounds": {"store_params": False, "param_sync_dtype": HALF},
         "buffer": {"contiguous_param_buffer": True, "param_sync_dtype": HALF},
         "dtype": {"dtype": torch.int32},
         "cap": {"bucket_cap_mb": 0},
@@ -589,7 +660,6 @@ def refused(rank):
     for name, options in wrong.items():
         texts[name] = error(lambda options=options: make(ps, **options))
     texts["meta"] = error(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
-    texts["float64"] = error(lambda: make([nn.Parameter(torch.ones(2).double())]))
     texts["ranks differ"] = error(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
     texts["options differ"] = error(lambda: make(ps, bucket_cap_mb=2 + rank))
     lamb = {

@@ -8,7 +8,7 @@ Source: Rajbhandari et al., arXiv:1910.02054, section 5.2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,21 @@ __all__ = ["DistributedFusedAdam"]
 
 _REFUSED = {
     "amsgrad": "leave it out",
-    "with_scaled_states": "use dtype=torch.bfloat16",
     "nccl_ub": "use torch.cuda.MemPool with NCCL's allocator",
 }
+
+
+@torch.no_grad()
+def _multi_tensor_copy(
+    buffers_in: Sequence[torch.Tensor],
+    buffers_out: Sequence[torch.Tensor],
+    dummy_overflow_buf: Any = None,
+) -> None:
+    """Copy tensors to others of as many elements each, of any dtypes; the third has no effect."""
+    pairs = zip(buffers_in, buffers_out, strict=True)
+    some = [(x, out) for x, out in pairs if x.data_ptr() != out.data_ptr() and x.numel()]
+    if some:
+        torch._foreach_copy_([out for _, out in some], [x.view(out.shape) for x, out in some])
 
 
 @contextlib.contextmanager
@@ -51,7 +63,7 @@ class DistributedFusedAdam(SavedShards):
     Args:
         params: Parameters or groups, on one device; rank 0 sends their values at construction.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        dtype: Of the state: moments and stored parameters.
+        dtype: Of the state: moments and stored parameters. If it rounds them, a warning says so.
         grad_sync_dtype: In which gradients are summed; by default ``dtype``.
         param_sync_dtype: In which parameters are gathered; by default their own. With an integer
             type their bytes are sent.
@@ -72,7 +84,8 @@ class DistributedFusedAdam(SavedShards):
             stepped, which loses what their dtype rounds away.
         store_param_remainders: Of bfloat16 parameters keep only the 16 low bits of float32 ones;
             needs ``store_params=False``.
-        with_scaled_states: Not supported.
+        with_scaled_states: Keep the moments of each fragment in float16 with a scale; needs
+            ``dtype=torch.float16``.
         nccl_ub: Not supported.
         capturable: Keep ``lr`` and ``step`` on the device.
 
@@ -218,7 +231,8 @@ class DistributedFusedAdam(SavedShards):
         """The memory for the gradient of a parameter, of its shape.
 
         A program may add gradients to it by itself until the backward pass ends. The parameter then
-        counts as one that has a gradient in every step.
+        counts as one that has a gradient in every step. Run all passes of a step but the last under
+        :meth:`no_sync`: the buffer is sent as soon as it is full.
 
         Raises:
             RuntimeError: ``contiguous_grad_buffer`` was not set.
