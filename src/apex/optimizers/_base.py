@@ -23,11 +23,11 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
-from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_real_and_strided
 from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
 from apex.ops.lists.storage import ScaledStep, StepOptions
+from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, are_real_and_strided
 from apex.optimizers._launches import (
     GroupGrads,
     Launch,

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from apex.ops.lists.columns import local
 from apex.ops.lists.placements import described, fits
 from apex.ops.lists.storage import PLAIN
+from apex.ops.lists.tensor_lists import local
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._groups import GroupedOptimizer
 from apex.optimizers._zero import Partition

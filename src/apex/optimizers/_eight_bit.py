@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import local
 from apex.ops.lists.quantized import (
     SIGNED,
     UNSIGNED,
@@ -25,6 +24,7 @@ from apex.ops.lists.quantized import (
     quantize,
     row_length,
 )
+from apex.ops.lists.tensor_lists import local
 
 STATES = ("plain", "8bit")
 SMALLEST = 4096  # elements of a tensor whose state is quantised to 8 bits

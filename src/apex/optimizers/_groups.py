@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from apex.ops.lists.columns import refuse_nested
 from apex.ops.lists.placements import is_partial
 from apex.ops.lists.storage import STORAGES, Storage
+from apex.ops.lists.tensor_lists import refuse_nested
 from apex.optimizers._eight_bit import STATES, check_placement
 
 HALF = (torch.float16, torch.bfloat16)

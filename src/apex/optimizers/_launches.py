@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import of_one_kind
+from apex.ops.lists.tensor_lists import of_one_kind
 from apex.ops.updates.adam import DeviceSteps
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))

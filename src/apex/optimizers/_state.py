@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, are_contiguous, are_uniform, local_parts
 from apex.ops.lists.quantized import Quantized, absmax_shape
+from apex.ops.lists.tensor_lists import TensorList, are_contiguous, are_uniform, local_parts
 from apex.optimizers._checkpoint import SavedOptimizer
 from apex.optimizers._eight_bit import CODES, absmax_of, is_code, stored_as
 from apex.optimizers._launches import Launch
@@ -209,15 +209,15 @@ class StatefulOptimizer(SavedOptimizer):
     def _are_uniform(
         self,
         params: Sequence[torch.Tensor],
-        columns: Sequence[Column],
+        columns: Sequence[TensorList],
         extra: Sequence[torch.Tensor | None] | None,
         slots: Sequence[str],
     ) -> bool:
         """Whether one launch takes all of it; arguments as those of :meth:`_check_places`."""
-        alike: list[Column] = [*columns[:2]]
+        alike: list[TensorList] = [*columns[:2]]
         if columns[1] is not params:
             alike.append(params)
-        others: list[Column] = []
+        others: list[TensorList] = []
         for slot, column in zip(slots, columns[2:], strict=True):
             (others if slot in self.slot_shapes else alike).append(column)
         if extra is not None:
@@ -238,7 +238,7 @@ class StatefulOptimizer(SavedOptimizer):
         return tuple(found)
 
     def _check_absmax(
-        self, params: Sequence[torch.Tensor], columns: Sequence[Column], slots: Sequence[str]
+        self, params: Sequence[torch.Tensor], columns: Sequence[TensorList], slots: Sequence[str]
     ) -> None:
         """Raise ``RuntimeError`` if what belongs to codes does not fit; arguments as above."""
         for slot, column in zip(slots, columns, strict=True):

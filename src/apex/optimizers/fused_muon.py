@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Scalar, local
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.tensor_lists import Scalar, local
 from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.muon import Muon, begin_, finish_
 from apex.optimizers._base import FusedOptimizer

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.lists.columns import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
 from apex.ops.lists.stages import Kind
+from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
 from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_stages
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._eight_bit import is_code

@@ -12,9 +12,9 @@ from torch.optim.optimizer import required
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops import _runtime
-from apex.ops.lists.columns import Scalar
 from apex.ops.lists.quantized import NEGATIVE_ZERO
 from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY

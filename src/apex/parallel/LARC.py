@@ -10,10 +10,10 @@ import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.ops import _runtime
-from apex.ops.lists.columns import grouped, local_parts, refuse_nested
 from apex.ops.lists.overlaps import own_copies
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.stages import Stages, finish, finish_on_shards
+from apex.ops.lists.tensor_lists import grouped, local_parts, refuse_nested
 from apex.ops.updates.larc import SQUARES, larc_stages
 
 _own_copies = _runtime.not_compiled(own_copies)

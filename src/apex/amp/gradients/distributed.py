@@ -27,7 +27,7 @@ from apex import _compat
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.pairs import Pairs
 from apex.ops.lists import flat
-from apex.ops.lists.columns import OWN_MEMORY
+from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _active: list[Any] = []  # the wrappers of apex whose forwards run now; torch keeps its own
 

@@ -21,7 +21,7 @@ from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.gradients.step_counts import TakenSteps
 from apex.amp.scaler import SCALE
-from apex.ops.lists.columns import local
+from apex.ops.lists.tensor_lists import local
 from apex.ops.lists.unscale import unscale_
 
 

@@ -37,7 +37,7 @@ from apex.amp.gradients.accumulation import (
 )
 from apex.amp.gradients.masters import Master, table
 from apex.amp.gradients.stash import Stash
-from apex.ops.lists.columns import OWN_MEMORY
+from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 

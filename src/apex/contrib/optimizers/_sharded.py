@@ -26,9 +26,9 @@ from apex.contrib.optimizers._sharded_gradients import listed
 from apex.contrib.optimizers._sharded_parameters import ShardedParameters
 from apex.ops import _runtime
 from apex.ops.lists.collectives import wait
-from apex.ops.lists.columns import Scalar
 from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import LOW_BITS, StepOptions
+from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.lists.tensor_norms import square_sums
 from apex.optimizers import _launches
 from apex.optimizers._base import FusedOptimizer

@@ -25,10 +25,10 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.collectives import new_gradient_group, ranks_agree
-from apex.ops.lists.columns import Scalar
 from apex.ops.lists.flat import broadcast, group_by_size
 from apex.ops.lists.shards import Kinds, Piece, Sent, ShardBucket
 from apex.ops.lists.streams import HookOrder
+from apex.ops.lists.tensor_lists import Scalar
 from apex.optimizers._base import FusedOptimizer
 
 ENOUGH = 0.7  # of a bucket that is filled; the original's

@@ -14,8 +14,8 @@ import torch
 from apex.contrib.optimizers._sharded import known
 from apex.contrib.optimizers._sharded_gradients import Sharding
 from apex.contrib.optimizers._sharded_state import SavedShards
-from apex.ops.lists.columns import Scalar
 from apex.ops.lists.stages import finish_on_shards
+from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.updates.lamb import SQUARES, Lamb, lamb_stages
 
 __all__ = ["DistributedFusedLAMB"]

@@ -29,7 +29,6 @@ import torch
 
 from apex.kernels._tables import Table
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, Scalar, joined, odd_positions, set_flag, taken
 from apex.ops.lists.pointer_tables import TABLES
 from apex.ops.lists.quantized import (
     BLOCK,
@@ -40,6 +39,7 @@ from apex.ops.lists.quantized import (
     quantize,
     row_length,
 )
+from apex.ops.lists.tensor_lists import Scalar, TensorList, joined, odd_positions, set_flag, taken
 
 Values = tuple[torch.Tensor, ...]
 
@@ -96,7 +96,7 @@ class _Call(NamedTuple):
     """The arguments of :func:`run`."""
 
     update: Update
-    columns: Sequence[Column]
+    columns: Sequence[TensorList]
     stores: tuple[tuple[int, int], ...]
     scalars: tuple[Scalar, ...]
     noop: torch.Tensor | None
@@ -115,7 +115,7 @@ class _Call(NamedTuple):
 
 def run(
     update: Update,
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     stores: tuple[tuple[int, int], ...],
     scalars: tuple[Scalar, ...],
     *,
@@ -146,7 +146,7 @@ def run(
         flags: Numbers of the new values that are looked at for it.
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
         dense: Whether no position is odd, known before, see
-            :func:`apex.ops.lists.columns.odd_positions`.
+            :func:`apex.ops.lists.tensor_lists.odd_positions`.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.

@@ -45,8 +45,8 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column
 from apex.ops.lists.pointer_tables import TABLES
+from apex.ops.lists.tensor_lists import TensorList
 
 BLOCK = 256  # elements of a block, at most
 TINY = 2.0**-126  # the smallest normal float32
@@ -78,7 +78,7 @@ class Quantized(NamedTuple):
 
     column: int
     code: Code
-    absmax: Column
+    absmax: TensorList
 
 
 def magnitudes(code: Code) -> torch.Tensor:

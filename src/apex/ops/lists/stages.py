@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import joined, taken
 from apex.ops.lists.placements import over_ranks
+from apex.ops.lists.tensor_lists import joined, taken
 
 
 class Kind(NamedTuple):

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.quantized import Quantized
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 
 PARAM = 1  # the column of the weight, in every optimizer's update
 
@@ -157,7 +157,7 @@ class StepOptions(NamedTuple):
         extra: The storage's own column; with plain storage 16-bit weights that get the new
             values too.
         dense: Whether no position is odd, known before, see
-            :func:`apex.ops.lists.columns.odd_positions`.
+            :func:`apex.ops.lists.tensor_lists.odd_positions`.
         quantized: The states that are quantised to 8 bits.
     """
 
@@ -165,7 +165,7 @@ class StepOptions(NamedTuple):
     noop: torch.Tensor | None = None
     write_grads: bool = False
     storage: Storage = PLAIN
-    extra: Column | None = None
+    extra: TensorList | None = None
     dense: bool = False
     quantized: tuple[Quantized, ...] = ()
 
@@ -185,7 +185,7 @@ class ScaledStep:
 
 def run_stored(
     update: Update,
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     scalars: tuple[Scalar, ...],
     options: StepOptions,
 ) -> None:

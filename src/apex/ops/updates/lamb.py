@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.stages import Kind, Stages, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import AdamNumbers, corrections, for_torch, l2_and_decay
@@ -110,7 +110,9 @@ def trusted_rates(
     return lr * torch.where(trusted, params / terms, 1.0)
 
 
-def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS) -> None:
+def lamb_(
+    columns: Sequence[TensorList], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
+) -> None:
     """Take one step; the states are first and second moments. Gradients are left holding the term.
 
     16-bit gradients of weights that have 16-bit copies are left as they are.
@@ -122,7 +124,7 @@ def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT
 
 @torch.no_grad()
 def lamb_stages(
-    columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
+    columns: Sequence[TensorList], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
 ) -> Stages:
     """Take the same step on parts of tensors.
 
@@ -176,7 +178,7 @@ def lamb_stages(
 # -- torch's fused Adam on a CPU -----------------------------------------------------------------
 
 
-def _stages_on_cpu(columns: Sequence[Column], hyper: Lamb, options: StepOptions) -> Stages:
+def _stages_on_cpu(columns: Sequence[TensorList], hyper: Lamb, options: StepOptions) -> Stages:
     """Step by torch's fused Adam: from 0, with the learning rate -1, its weight is the term.
 
     By pieces that stay in the cache, the 10 million weights of 293 tensors take 20 ms where whole

@@ -17,9 +17,9 @@ from collections import namedtuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar, scalar_on
 from apex.ops.lists.multi_tensor import Update, Values, run
 from apex.ops.lists.stages import Kind, Stages, Sums
+from apex.ops.lists.tensor_lists import Scalar, TensorList, scalar_on
 from apex.ops.lists.tensor_norms import square_sums
 
 LarcScalars = namedtuple("LarcScalars", "rate decay")  # of each tensor
@@ -35,8 +35,8 @@ LARC = Update(_larc, "larc:larc", LarcScalars)
 
 @torch.no_grad()
 def larc_stages(
-    grads: Column,
-    params: Column,
+    grads: TensorList,
+    params: TensorList,
     *,
     lr: Scalar,
     weight_decay: Scalar,

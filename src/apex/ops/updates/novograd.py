@@ -35,10 +35,10 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar, as_vector
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.stages import Kind, Stages, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.tensor_lists import Scalar, TensorList, as_vector
 from apex.ops.lists.tensor_norms import max_norms, square_sums
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import Step, corrections, l2_and_decay
@@ -120,7 +120,7 @@ def kind_of(norm_type: int) -> Kind:
 
 
 def novograd_(
-    columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
+    columns: Sequence[TensorList], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
     """Take one step; the states are moments, and norms: float32, one number for each tensor."""
     finish(novograd_stages(columns, hyper, options))
@@ -128,7 +128,7 @@ def novograd_(
 
 @torch.no_grad()
 def novograd_stages(
-    columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
+    columns: Sequence[TensorList], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> Stages:
     """Take the same step on parts of tensors.
 
