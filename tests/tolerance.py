@@ -45,9 +45,9 @@ CLIPPED = 4e-6
 NEXT_BFLOAT16 = 2.0**-7
 
 
-# Three steps of DistributedFusedAdam, of the largest weight or moment, where weights are rounded to a
-# dtype after each (half an ulp), or moments to float16. Seen: 6.4e-4 in float16, 4.6e-3 in bfloat16,
-# 0 in float32; float64 weights beside float32 masters 2.1e-7.
+# Three steps of DistributedFusedAdam, of the largest weight or moment, where weights are rounded to
+# a dtype after each (half an ulp), or moments to float16. Seen: 6.4e-4 in float16, 4.6e-3 in
+# bfloat16, 0 in float32; float64 weights beside float32 masters 2.1e-7.
 ROUNDED_WEIGHTS = {
     torch.float64: 1e-6,
     torch.float32: 2.0**-23,

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import warnings
 
 import numpy as np
@@ -241,6 +242,24 @@ class Stack(nn.Module):
 
     def norm(self):
         return self.layers[0].inner.weight.square().sum()
+
+
+def frames_of_zero_grad(rank):
+    """Python calls in ``zero_grad`` after a step: nothing on its way, and 300 parameters."""
+    found = []
+    for overlap in (False, True):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(150)))
+        optimizer = DistributedFusedAdam(model.parameters(), overlap_param_sync=overlap)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            calls = []
+            sys.setprofile(lambda _, event, __, calls=calls: calls.append(event))
+            optimizer.zero_grad()
+            sys.setprofile(None)
+        assert bool(optimizer._gathers) == overlap
+        found.append(calls.count("call"))
+    return found
 
 
 def ends(rank):

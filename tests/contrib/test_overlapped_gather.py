@@ -54,6 +54,12 @@ def test_compiled_code_is_not_compiled_again(two, how, graphs, pending):
     assert two.run(functools.partial(programs.compiled, how)) == [(True, graphs, pending)] * 2
 
 
+def test_zero_grad_reads_no_parameter(two):
+    """A parameter that is on its way reads its gradient ten times slower."""
+    for without, pending in two.run(programs.frames_of_zero_grad):
+        assert pending == without < 100
+
+
 def test_nothing_is_left_behind(two):
     for found in two.run(programs.ends):
         written = found.pop("written")

@@ -26,9 +26,9 @@ def scale_of(slot: str) -> str:
 
 def narrow(state: dict[str, Any], slot: str, value: torch.Tensor) -> None:
     """Store a float32 value in float16, and its scale."""
-    exponent = torch.frexp(value.abs().amax()).exponent - LARGEST
-    scale = torch.ldexp(value.new_ones(()), exponent.clamp(min=-126, max=111))
-    state[scale_of(slot)] = scale
+    exponent = (torch.frexp(value.abs().amax()).exponent - LARGEST).clamp(min=-126)
+    scale = ((exponent + 127) << 23).view(torch.float32)  # its bits: a power is rounded on a GPU
+    state.setdefault(scale_of(slot), torch.empty_like(scale)).copy_(scale)  # as a CUDA graph needs
     state[slot].copy_(value / scale)
 
 

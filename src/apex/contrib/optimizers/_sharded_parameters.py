@@ -37,6 +37,7 @@ class ShardedParameters(ShardedGradients):
         self._gather_of: dict[ShardBucket, Gather] = {}
         self._gathers: list[Gather] = []  # that have not finished
         self._is_hidden = False  # readers are not seen: step waits
+        self._are_called = False  # all parameters are in modules that were called
         for hooks in (self._forward_hook, self._compile_hook):
             weakref.finalize(self, remove, hooks)
         weakref.finalize(self, _finish_or_leave, self._gathers).atexit = False
@@ -44,6 +45,7 @@ class ShardedParameters(ShardedGradients):
 
     def _take_in(self, params: list[torch.Tensor]) -> None:
         super()._take_in(params)
+        self._are_called = False
         if self._options.overlap_param_sync:
             self._watch_forwards()
 
@@ -70,7 +72,8 @@ class ShardedParameters(ShardedGradients):
                 gather.watch()
             else:
                 gather.finish()
-        if self._gathers or not self._knows_all():
+        self._look_for_all()
+        if self._gathers or not self._are_called:
             self._watch_forwards()
 
     def _read_by_called(self) -> set[int]:
@@ -93,13 +96,12 @@ class ShardedParameters(ShardedGradients):
         forward pass has read old values its backward pass raises.
         """
         _finish(self._gathers)
-        if self._knows_all():
+        if self._are_called:
             remove(self._forward_hook)
 
-    def _knows_all(self) -> bool:
-        """Whether all parameters are in modules whose forward was called."""
+    def _look_for_all(self) -> None:
         held = {id(p) for module in self._called for p in module._parameters.values()}
-        return self._hooks.keys() <= held
+        self._are_called = self._hooks.keys() <= held
 
     def _watch_forwards(self) -> None:
         this = weakref.ref(self)
@@ -110,9 +112,10 @@ class ShardedParameters(ShardedGradients):
                 return
             if module not in optimizer._called:
                 optimizer._called.update(module.modules())
+                optimizer._look_for_all()
             if optimizer._gathers or _is_transformed():
                 optimizer._need(module)
-            if not optimizer._gathers and optimizer._knows_all():
+            if not optimizer._gathers and optimizer._are_called:
                 remove(optimizer._forward_hook)  # before a model is compiled with it
 
         if not self._forward_hook:
