@@ -166,23 +166,44 @@ def filled(caps, rank):
     return found
 
 
+def train_gently(optimizer, ps, rank, steps=range(STEPS)):
+    """Gradients around 1e-6, whose squares float16 does not have."""
+    for step in steps:
+        backward([p.float() for p in ps], [g.float() * 2.0**-20 for g in grads(step, rank, ps)])
+        optimizer.step()
+
+
 def scaled_moments(rank):
-    """float16 moments of gradients around 1e-7, whose squares float16 has not; beside float32."""
+    """Weights and second moments: float32 ones, float16 ones with a scale; and what is stored."""
     group, rank = world(rank, 2)
     ends, moments = [], []
     for options in ({}, {"dtype": HALF, "grad_sync_dtype": FLOAT, "with_scaled_states": True}):
         ps = params((HALF,))
         optimizer = DistributedFusedAdam(ps, process_group=group, lr=0.01, eps=1e-12, **options)
-        for step in range(STEPS):
-            gs = [g * 2.0**-20 for g in grads(step, rank, ps)]
-            backward([p.float() for p in ps], [g.float() for g in gs])
-            optimizer.step()
+        train_gently(optimizer, ps, rank)
         ends.append([p.detach().float() for p in ps])
         moments.append([optimizer.state_dict()["state"][n]["exp_avg_sq"] for n in range(5)])
-    stored = {
-        x.dtype for s in optimizer._shard.state.values() for k, x in s.items() if "scale" not in k
-    }
+    states = optimizer._shard.state.values()
+    stored = {state[slot].dtype for state in states for slot in ("exp_avg", "exp_avg_sq")}
     return ends, moments, stored
+
+
+def scaled_and_resumed(form, rank):
+    """Whether float16 moments with scales go on after saving and loading as without it."""
+    group, rank = world(rank, 2)
+    options = {"dtype": HALF, "grad_sync_dtype": FLOAT, "with_scaled_states": True, "eps": 1e-12}
+    options |= {"process_group": group}
+    whole, saved_, loaded = params(), params(), params()
+    train_gently(DistributedFusedAdam(whole, **options), whole, rank)
+    optimizer = DistributedFusedAdam(saved_, **options)
+    train_gently(optimizer, saved_, rank, steps=range(2))
+    state = optimizer.state_dict(state_dict_format=form)
+    optimizer = DistributedFusedAdam(loaded, **options)
+    with torch.no_grad():
+        torch._foreach_copy_(loaded, saved_)
+    optimizer.load_state_dict(state)
+    train_gently(optimizer, loaded, rank, steps=range(2, 3))
+    return [*map(torch.equal, loaded, whole)]
 
 
 def lamb_in_stages(rank):

@@ -117,6 +117,11 @@ def test_moments_in_float16_with_a_scale(four):
             assert_close_to_largest(x, y, ROUNDED_WEIGHTS[HALF])
 
 
+@pytest.mark.parametrize("form", [1, 2])
+def test_moments_in_float16_are_saved(four, form):
+    assert four.run(functools.partial(programs.scaled_and_resumed, form)) == [[True] * 5] * 4
+
+
 def test_the_stages_in_which_lamb_is_made(four):
     assert_all_are(
         four.run(programs.lamb_in_stages), four.run(functools.partial(programs.of_lamb, {}))[0]
