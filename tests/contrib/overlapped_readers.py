@@ -509,5 +509,8 @@ def _transformed_alone(model, x, rank):
 SAID = {
     "compiled extension": _by_extension,
     "scripted function": lambda model, x, rank: _doubled(model.first.weight),
+    "method of a module that is scripted later": lambda model, x, rank: torch.jit.script(
+        model.first
+    ).forward(x),
     "weight as an argument of torch.func": _transformed_alone,
 }
