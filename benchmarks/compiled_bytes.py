@@ -7,7 +7,7 @@ counts twice. An operator reads its arguments and writes its results once. The n
 each element of the first argument, forward + backward; docs/performance.md has them. It takes names
 from inside torch 2.13.
 
-    python benchmarks/compiled_bytes.py [WORD ...]   # operations with one of the words in the name
+    python -m benchmarks.compiled_bytes [WORD ...]   # operations with one of the words in the name
 """
 
 import contextlib
@@ -21,7 +21,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch._dynamo.device_interface import CudaInterface
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.aot_autograd import (  # type: ignore[attr-defined]
+    aot_function,
+    make_boxed_func,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import compile_fx
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -93,7 +96,7 @@ def size(*values: Any) -> int:
 def moved_by(traced: torch.fx.GraphModule, given: list[Any]) -> int:
     """Bytes that the compiler's code for a graph, which was traced on a CPU, moves on a GPU."""
     traced = torch.fx.GraphModule(traced, traced.graph.__deepcopy__({}))
-    total, calls = 0, []
+    total, calls = 0, list[Any]()
     mode = FakeTensorMode()
     with mode:
         for node in traced.graph.nodes:
@@ -109,7 +112,7 @@ def moved_by(traced: torch.fx.GraphModule, given: list[Any]) -> int:
         nonlocal total
         code = dict(re.findall(r"triton\('(\w+)', '''(.*?)'''", lowered.codegen()[0].value, re.S))
         for kernel, arguments in calls:
-            names = re.search(rf"def {kernel}\((.*?)\)", code[kernel])[1].split(", ")
+            names = re.findall(rf"def {kernel}\((.*?)\)", code[kernel])[0].split(", ")
             for name, argument in zip(names, arguments, strict=False):
                 accesses = re.findall(rf"tl\.(?:load|store|atomic_add)\({name} ", code[kernel])
                 if accesses:
@@ -144,10 +147,11 @@ def measured(function: Function, tensors: list[torch.Tensor]) -> list[float]:
     """Bytes for each element of the first tensor: forward, backward."""
     found = []
 
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    def lowered(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         found.append(moved_by(graph, inputs) / tensors[0].numel())
         return make_boxed_func(graph.forward)
 
+    compiler: Any = lowered
     compiled = aot_function(
         function, compiler, partition_fn=partition, decompositions=select_decomp_table()
     )

@@ -4,21 +4,21 @@
 ``blocks`` are two transformer layers of width 256 on 8 x 128 tokens, a step of tens of
 milliseconds. CPU, one thread, CPU time of the thread. ``plain`` is a loop of torch alone, where the
 watch looks at the gradients; GradScaler and amp look at them anyway. Ratio and difference are
-medians over rounds of neighbouring turns; the first of a round alternates.
+medians over rounds of neighbouring turns.
 
-    python benchmarks/debug.py [--rounds 15] [--networks tiny]
+    python -m benchmarks.debug [--rounds 15] [--networks tiny]
 """
 
 import argparse
 import contextlib
 import statistics
-import time
 from typing import Any
 
 import torch
 from torch import nn
 
 from apex import amp, debug
+from benchmarks.turns import ratio, spread, take_turns, timed
 
 Made = tuple[nn.Module, torch.Tensor, int]  # network, input, steps of a turn
 
@@ -77,25 +77,19 @@ class Training:
 
     def turn(self) -> float:
         """Train some steps; return the microseconds of one."""
-        start = time.thread_time()
-        for _ in range(self.steps):
-            self.step()
-        return (time.thread_time() - start) / self.steps * 1e6
+        return 1e6 * timed(self.step, self.steps)
 
 
 def compare(network: str, way: str, rounds: int) -> None:
     """Print one row: microseconds of a step, ratio and difference."""
     sides = [Training(network, way, watched=watched) for watched in (False, True)]
-    times = [[], []]
-    for number in range(rounds + 2):
-        for side in (0, 1) if number % 2 else (1, 0):
-            times[side].append(sides[side].turn())
-    alone, watched = (one[2:] for one in times)
-    ratio = statistics.median(w / a for a, w in zip(alone, watched, strict=True))
-    more = statistics.median(w - a for a, w in zip(alone, watched, strict=True))
+    times = take_turns({"alone": sides[0].turn, "watched": sides[1].turn}, rounds, warm_up=2)
+    alone, watched = times.values()
+    more = spread(w - a for a, w in zip(alone, watched, strict=True)).median
     print(
         f"{network:8} {way:12} {statistics.median(alone):10.0f} us a step, watched "
-        f"{statistics.median(watched):10.0f}: ratio {ratio:.3f}, difference {more:7.1f} us"
+        f"{statistics.median(watched):10.0f}: ratio {ratio(watched, alone).median:.3f}, "
+        f"difference {more:7.1f} us"
     )
     sides[1].watch.close()
 

@@ -4,18 +4,19 @@ The two take turns on the same weights and gradients, on one thread; timed is th
 thread, so that other programs count less. The ratio is the median of the ratios of neighbouring
 turns, with their quartiles. A step reads and writes each byte of the states once, on a GPU too.
 
-    python benchmarks/eight_bit.py [--rounds 20] [--rows 1024] [--columns 1024] [--tensors 8]
+    python -m benchmarks.eight_bit [--rounds 20] [--rows 1024] [--columns 1024] [--tensors 8]
 """
 
 import argparse
 import os
 import statistics
-import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from apex import optimizers
+from benchmarks.turns import ratio, take_turns, timed
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "FusedAdam": {},
@@ -40,13 +41,6 @@ def made(name: str, state: str, shapes: list[tuple[int, int]]) -> torch.optim.Op
     return optimizer
 
 
-def timed(optimizer: torch.optim.Optimizer) -> float:
-    """Seconds of the thread for a step."""
-    start = time.thread_time()
-    optimizer.step()
-    return time.thread_time() - start
-
-
 def main() -> None:
     """Print a row for each optimizer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -57,20 +51,20 @@ def main() -> None:
     shapes = [(args.rows, args.columns)] * args.tensors
     weights = args.rows * args.columns * args.tensors
     print(f"{weights / 1e6:.1f} million weights; load {os.getloadavg()[0]:.1f}")
-    print("a weight:       float32 ns  8 bits ns  ratio (quartiles)      bytes  8 bits")
+    print("a weight:       float32 ns  8 bits ns  ratio [quartiles]   bytes  8 bits")
     for name in OPTIMIZERS:
-        sides = [made(name, state, shapes) for state in ("plain", "8bit")]
-        turns = [[timed(side) for side in sides] for _ in range(args.rounds)]
-        low, middle, high = statistics.quantiles((two / one for one, two in turns), n=4)
-        times = [statistics.median(column) * 1e9 / weights for column in zip(*turns, strict=True)]
+        sides = {state: made(name, state, shapes) for state in ("plain", "8bit")}
+        ways = {state: partial(timed, side.step) for state, side in sides.items()}
+        turns = take_turns(ways, args.rounds)
+        times = [1e9 * statistics.median(found) / weights for found in turns.values()]
         kept = [
             sum(x.nbytes for state in side.state.values() for x in state.values() if x.dim())
             / weights
-            for side in sides
+            for side in sides.values()
         ]
         print(
-            f"{name:<14} {times[0]:11.2f} {times[1]:10.2f}  {middle:5.2f} ({low:.2f} to {high:.2f})"
-            f"{kept[0]:11.2f} {kept[1]:7.2f}"
+            f"{name:<14} {times[0]:11.2f} {times[1]:10.2f}   "
+            f"{ratio(turns['8bit'], turns['plain'])!s:17}{kept[0]:11.2f} {kept[1]:7.2f}"
         )
 
 

@@ -6,14 +6,15 @@ product and a convolution, with their gradients, that equal the float64 result r
 what torch's own float16 kernels take: a matrix product of 512, and a convolution (batch 128, 16 to
 32 channels, 16x16) forward and backward, over float32.
 
-    python benchmarks/float16_on_cpu.py [CNN] [transformer] [LSTM] [exact] [torch]
-    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python benchmarks/float16_on_cpu.py   # no float16 there
+    python -m benchmarks.float16_on_cpu [CNN] [transformer] [LSTM] [exact] [torch]
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m benchmarks.float16_on_cpu   # no float16 there
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp.casting import cpu_float16
+from benchmarks.turns import ratio, take_turns, timed
 
 STEPS = 15
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -69,26 +71,14 @@ def training(name: str, level: str) -> Callable[[], None]:
     return step
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """Time one step."""
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
+seconds = partial(timed, clock=time.perf_counter)
 
 
 def ratios(name: str) -> dict[str, float]:
     """Step times of each level over those of O0."""
-    steps = {level: training(name, level) for level in LEVELS}
-    times: dict[str, list[float]] = {level: [] for level in LEVELS}
-    for _ in range(STEPS + 2):
-        for level, step in steps.items():
-            times[level].append(seconds(step))
-    return {
-        level: statistics.median(
-            a / b for a, b in zip(times[level][2:], times["O0"][2:], strict=True)
-        )
-        for level in LEVELS
-    }
+    steps = {level: partial(seconds, training(name, level)) for level in LEVELS}
+    times = take_turns(steps, STEPS, warm_up=2)
+    return {level: ratio(times[level], times["O0"]).median for level in LEVELS}
 
 
 def exact_share(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> float:
@@ -115,8 +105,8 @@ def torchs_own() -> dict[str, float]:
         return min(seconds(lambda: wide @ wide) for _ in range(3))
 
     def convolution(dtype: torch.dtype) -> float:
-        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight)]
-        return min(seconds(lambda: F.conv2d(*inputs).sum().backward()) for _ in range(3))
+        of = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight)]
+        return min(seconds(lambda: F.conv2d(of[0], of[1]).sum().backward()) for _ in range(3))
 
     return {
         timed.__name__: timed(torch.float16) / timed(torch.float32)
@@ -137,7 +127,7 @@ def main() -> None:
             print(f"{name:12} step over O0's: {cells}   (goal {GOALS[name]})", flush=True)
     if "exact" in asked:
         cpu_float16.begin(torch.float16, ["cpu"])
-        cases = {
+        cases: dict[str, Any] = {
             "linear": (F.linear, (64, 512), (256, 512), (256,)),
             "matmul": (torch.matmul, (8, 64, 128), (8, 128, 64)),
             "convolution": (F.conv2d, (16, 16, 16, 16), (32, 16, 3, 3), (32,)),

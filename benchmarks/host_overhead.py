@@ -12,16 +12,16 @@ The loop by hand has the same network, loss, optimizer and dtypes, in the fastes
 * O2+FusedAdam: the same with ``torch.optim.AdamW(fused=True)``. ``unscale_`` is called before
   ``step``: else GradScaler reads all gradients once more (300 tensors: 5.2 instead of 3.6 ms).
 
-The two sides are two processes on one core, and take turns; which is first alternates too. Two, as
-amp's autocast kernels serve the whole process: a loop with ``torch.autocast`` beside amp pays 35 to
-46 us more for each layer norm and gelu. In float16 the loop by hand has amp's CPU kernels, too.
+The two sides are two processes on one core, and take turns. Two, as amp's autocast kernels serve
+the whole process: a loop with ``torch.autocast`` beside amp pays 35 to 46 us more for each layer
+norm and gelu. In float16 the loop by hand has amp's CPU kernels, too.
 What is timed is the CPU time of the thread, so that other programs count less. The ratio is the
 median of the ratios of neighbouring turns, with its 95 % interval (order statistics) and the
 quartiles of the ratios; the difference is such a median, too. The first steps of the two must have
 the same losses. The last column is how often a step reads a tensor on the host, apex and by hand,
 with apex's scale treated as if it were on a device: each would wait for a GPU. Linux only.
 
-    python benchmarks/host_overhead.py [--levels O2 O5] [--networks tiny] [--rounds 9] [--json FILE]
+    python -m benchmarks.host_overhead [--levels O2 O5] [--networks tiny] [--rounds 9] [--json FILE]
 """
 
 import argparse
@@ -29,11 +29,10 @@ import contextlib
 import itertools
 import json
 import multiprocessing
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +43,7 @@ from torch import nn
 from apex import amp
 from apex.amp.scaler import LossScaler
 from apex.optimizers import FusedAdam
+from benchmarks.turns import one_core, ratio, spread, take_turns, timed
 
 Step = Callable[[], torch.Tensor]  # returns the loss
 
@@ -58,10 +58,11 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(150))
-        for layer in self.layers:
+        layers = [nn.Linear(16, 16) for _ in range(150)]
+        for layer in layers:
             nn.init.normal_(layer.weight, std=0.02).data.diagonal().add_(1.0)
             nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``(batch, 16)`` to ``(batch, 16)``."""
@@ -166,13 +167,15 @@ def with_masters(level: str, network: Network, x: torch.Tensor, y: torch.Tensor)
     """O2 and O5 by hand: a 16-bit model, float32 masters, and in float16 torch's scaler."""
     model, dtype = network.make(), HALF[level]
     stepped = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    model.to(dtype).apply(lambda m: m.float() if isinstance(m, nn.BatchNorm2d) else m)
-    params = list(model.parameters())
+    for module in model.to(dtype).modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    params: list[Any] = list(model.parameters())
     halves = [p for p in params if p.dtype == dtype]
     masters = [m for p, m in zip(params, stepped, strict=True) if p.dtype == dtype]
     for master in masters:
         master.grad = torch.zeros_like(master)
-    wide = [master.grad for master in masters]
+    wide: list[Any] = [master.grad for master in masters]
     optimizer = optimizer_of(masters + [p for p in params if p.dtype != dtype], level, ours=False)
     scaler = torch.amp.GradScaler("cpu") if dtype == torch.float16 else None
     narrow = x.is_floating_point()
@@ -207,13 +210,21 @@ def by_hand(level: str, network: Network, x: torch.Tensor, y: torch.Tensor) -> S
 
 def host_reads(step: Step) -> int:
     """Count the reads of tensors on the host in one step, as on a device."""
-    reads: list[Any] = []
+    reads = 0
+
+    def counted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return read(*args)
+
+        return call
+
     LossScaler._waits_for_nothing = False  # type: ignore[assignment,method-assign]
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "nonzero"):
-        read = getattr(torch.Tensor, name)
-        setattr(torch.Tensor, name, lambda *a, read=read: (reads.append(0), read(*a))[1])
+        setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
     step()
-    return len(reads)
+    return reads
 
 
 def serve(pipe: Any, build: Callable[..., Step], level: str, network: Network) -> None:
@@ -221,15 +232,18 @@ def serve(pipe: Any, build: Callable[..., Step], level: str, network: Network) -
     torch.manual_seed(0)
     x, y = network.batch()
     step = build(level, network, x, y)
+    loss = torch.zeros(())
+
+    def run() -> None:
+        nonlocal loss
+        loss = step()
+
     while steps := pipe.recv():
-        begin = time.thread_time()
-        for _ in range(steps):
-            loss = step()
-        pipe.send(((time.thread_time() - begin) / steps * 1e6, float(loss)))
+        pipe.send((1e6 * timed(run, steps), float(loss)))
     pipe.send(host_reads(step))
 
 
-def take_turns(level: str, network: Network, rounds: int) -> tuple[list[Any], list[int]]:
+def both(level: str, network: Network, rounds: int) -> tuple[dict[str, list[float]], list[int]]:
     """The times of both sides, turn by turn, and their host reads."""
     context = multiprocessing.get_context("fork")
     pipes = []
@@ -239,18 +253,20 @@ def take_turns(level: str, network: Network, rounds: int) -> tuple[list[Any], li
         theirs.close()  # else recv would wait for a process that has failed
         pipes.append(ours)
 
-    def turn(side: int, steps: int) -> tuple[float, float]:
-        pipes[side].send(steps)
-        return pipes[side].recv()
+    def turn(pipe: Any, steps: int) -> tuple[float, float]:
+        pipe.send(steps)
+        us, loss = pipe.recv()
+        return us, loss
 
-    check([(turn(0, 1)[1], turn(1, 1)[1]) for _ in range(WARM_UP)], level)
-    rows = []
-    for i in range(rounds):
-        times = {side: turn(side, network.steps)[0] for side in (i % 2, 1 - i % 2)}
-        rows.append((times[0], times[1]))
+    def us(pipe: Any) -> float:
+        return turn(pipe, network.steps)[0]
+
+    check([(turn(pipes[0], 1)[1], turn(pipes[1], 1)[1]) for _ in range(WARM_UP)], level)
+    sides = {side: partial(us, pipe) for side, pipe in zip(("apex", "hand"), pipes, strict=True)}
+    times = take_turns(sides, rounds)
     for pipe in pipes:
         pipe.send(0)
-    return rows, [pipe.recv() for pipe in pipes]
+    return times, [pipe.recv() for pipe in pipes]
 
 
 def check(losses: list[tuple[float, float]], level: str) -> None:
@@ -266,15 +282,6 @@ def check(losses: list[tuple[float, float]], level: str) -> None:
         )
 
 
-def middle(values: list[float]) -> dict[str, float]:
-    """The median, its 95 % interval from order statistics, and the quartiles."""
-    values, n = sorted(values), len(values)
-    reach = 0.98 * n**0.5
-    low, high = values[max(0, int(n / 2 - reach))], values[min(n - 1, int(n / 2 + reach))]
-    first, median, third = statistics.quantiles(values, n=4)
-    return {"median": median, "low": low, "high": high, "q1": first, "q3": third}
-
-
 def main() -> None:
     """Print a line for each network and level."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -283,8 +290,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="turns of each side")
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # inherited: both sides on one core
+    one_core()  # of both sides
     rows = []
     print(
         "network     level        apex us  by hand   ratio  95 % interval  quartiles     "
@@ -299,11 +305,12 @@ def main() -> None:
 
 def measure(name: str, level: str, rounds: int) -> dict[str, Any]:
     """One row: a network at a level."""
-    times, reads = take_turns(level, NETWORKS[name], rounds)
+    times, reads = both(level, NETWORKS[name], rounds)
+    apex, hand = times["apex"], times["hand"]
     row: dict[str, Any] = {"network": name, "level": level, "host_reads": reads}
-    row["apex_us"], row["hand_us"] = map(statistics.median, zip(*times, strict=True))
-    row["ratio"] = middle([a / b for a, b in times])
-    row["difference_us"] = middle([a - b for a, b in times])
+    row["apex_us"], row["hand_us"] = statistics.median(apex), statistics.median(hand)
+    row["ratio"] = ratio(apex, hand)._asdict()
+    row["difference_us"] = spread(a - b for a, b in zip(apex, hand, strict=True))._asdict()
     if name == "tiny":
         row["goal"] = 60.0 if level in ("O0", "O4") else 120.0
     elif name != "cnn":
@@ -313,13 +320,13 @@ def measure(name: str, level: str, rounds: int) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
-    ratio, extra, limit = row["ratio"], row["difference_us"], row.get("goal")
-    found = (extra if row["network"] == "tiny" else ratio)["median"]
+    times, extra, limit = row["ratio"], row["difference_us"], row.get("goal")
+    found = (extra if row["network"] == "tiny" else times)["median"]
     verdict = f"{limit:g} {'met' if found <= limit else 'missed'}" if limit else "none"
     return (
         f"{row['network']:11} {row['level']:12} {row['apex_us']:7.0f} {row['hand_us']:8.0f}   "
-        f"{ratio['median']:.3f}  [{ratio['low']:.3f} {ratio['high']:.3f}]  "
-        f"{ratio['q1']:.3f} {ratio['q3']:.3f}  {extra['median']:12.0f}  "
+        f"{times['median']:.3f}  [{times['low']:.3f} {times['high']:.3f}]  "
+        f"{times['q1']:.3f} {times['q3']:.3f}  {extra['median']:12.0f}  "
         f"[{extra['low']:5.0f} {extra['high']:5.0f}]  {verdict:11}  {row['host_reads']}"
     )
 

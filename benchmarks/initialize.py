@@ -5,19 +5,20 @@ them. The two alternate; the times are medians of CPU time, in ms. In the second
 calls ``initialize`` 200 times with new small models and no ``amp.reset()``, keeping all of them;
 each call should cost the same.
 
-    python benchmarks/initialize.py [ROUNDS]
+    python -m benchmarks.initialize [ROUNDS]
 """
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from apex import amp
+from benchmarks.turns import take_turns, timed
 
 DTYPES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -45,9 +46,15 @@ def by_hand(level: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> A
 def milliseconds(call: Callable[..., Any], level: str, layers: int, kept: list[Any]) -> float:
     """Time one call on a new model."""
     model, optimizer = make(layers)
-    begin = time.thread_time()
-    kept.append(call(level, model, optimizer))
-    return (time.thread_time() - begin) * 1e3
+    return 1e3 * timed(lambda: kept.append(call(level, model, optimizer)))
+
+
+def of_one(call: Callable[..., Any], level: str) -> float:
+    """Milliseconds of a call for 1,200 tensors, after which amp forgets them."""
+    kept: list[Any] = []
+    found = milliseconds(call, level, 600, kept)
+    amp.reset()
+    return found
 
 
 def main(rounds: int) -> None:
@@ -55,13 +62,9 @@ def main(rounds: int) -> None:
     torch.set_num_threads(1)
     print("1,200 tensors: ms of apex, by hand | 200 calls: ms of calls 1-20 and 181-200")
     for level in LEVELS:
-        rows = []
-        for _ in range(rounds):
-            kept: list[Any] = []
-            rows.append([milliseconds(call, level, 600, kept) for call in (with_apex, by_hand)])
-            amp.reset()
-        apex, hand = (statistics.median(column) for column in zip(*rows, strict=True))
-        kept = []
+        ways = {call.__name__: partial(of_one, call, level) for call in (with_apex, by_hand)}
+        apex, hand = map(statistics.median, take_turns(ways, rounds).values())
+        kept: list[Any] = []
         calls = [milliseconds(with_apex, level, 2, kept) for _ in range(200)]
         amp.reset()
         first, last = statistics.median(calls[:20]), statistics.median(calls[-20:])

@@ -29,9 +29,7 @@ import argparse
 import contextlib
 import functools
 import math
-import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -44,6 +42,7 @@ from triton.runtime.jit import JITFunction
 
 from apex.ops import _runtime
 from apex.selftest.catalogue.ops import OPS
+from benchmarks.turns import one_core, ratio, take_turns, timed
 from tests.kernels.driver import Hopper
 
 CALLS = 20  # of a turn
@@ -77,7 +76,7 @@ def _called(function: Any, rest: Sequence[Any], *leaves: torch.Tensor) -> Any:
 
 def launchers(operation: Operation, dy: torch.Tensor) -> tuple[Any, Any]:
     """``forward`` and ``backward``, each with the arguments that the public function passes."""
-    calls = {}
+    calls: dict[str, Any] = {}
 
     def noted(way: str) -> Callable[..., Any]:
         function = getattr(operation.kernels, way)
@@ -226,24 +225,9 @@ def ways(operation: Operation) -> Ways:
 
 def measure(calls: Ways, rounds: int) -> dict[str, list[float]]:
     """Microseconds a call, turn by turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(WARM_UP + rounds):
-        for name in names if turn % 2 else reversed(names):
-            call, begin = calls[name], time.thread_time()
-            for _ in range(CALLS):
-                call()
-            if turn >= WARM_UP:
-                times[name].append((time.thread_time() - begin) / CALLS * 1e6)
-    return times
-
-
-def ratio(some: list[float], others: list[float]) -> str:
-    """The median of the ratios and their quartiles, as text."""
-    first, middle, third = statistics.quantiles(
-        [a / b for a, b in zip(some, others, strict=True)], n=4
-    )
-    return f"{middle:.2f} [{first:.2f} {third:.2f}]"
+    timers = {name: functools.partial(timed, call, CALLS) for name, call in calls.items()}
+    times = take_turns(timers, rounds, warm_up=WARM_UP)
+    return {name: [1e6 * seconds for seconds in found] for name, found in times.items()}
 
 
 def line(name: str, times: dict[str, list[float]], saved: float) -> str:
@@ -255,8 +239,9 @@ def line(name: str, times: dict[str, list[float]], saved: float) -> str:
     return (
         f"{name:28} {middle['ours']:5.0f} {middle['bare']:5.0f} {middle['launchers']:10.0f} "
         f"{middle['raw']:4.0f} + {middle['allocations']:3.0f} {middle['definition']:11.0f}  "
-        f"{ratio(times['ours'], times['bare']):17} {ratio(times['launchers'], times['raw']):17} "
-        f"{ratio(times['launchers'], by_hand):22} "
+        f"{ratio(times['ours'], times['bare'])!s:17} "
+        f"{ratio(times['launchers'], times['raw'])!s:17} "
+        f"{ratio(times['launchers'], by_hand)!s:22} "
         f"{gap:6.0f} {saved:6.0f}  2**{math.log2(least):.1f}"
     )
 
@@ -267,8 +252,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--rounds", type=int, default=200, help="turns of each way")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    one_core()
     driver.set_active(Hopper())
     print(
         f"{'operation':28}  ours  bare  launchers  raw + all. definition  ours/bare         "

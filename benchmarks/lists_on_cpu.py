@@ -8,20 +8,19 @@ gradients for clipping. A way is a yardstick if it is within the bound of our te
 (one number alone: 24). The fastest of these is what ours is divided by; a way that is less exact is
 listed with its error and is no goal.
 
-All ways take turns in one process on one thread; which one is first rotates. What is timed is the
+All ways take turns in one process on one thread. What is timed is the
 CPU time of the thread, so that other programs count less. The ratio is the median of the ratios of
 neighbouring turns, with their quartiles. The goal for lists of 100 tensors and more is 1.10; one
 tensor alone may take 6 us more. Linux only.
 
-    python benchmarks/lists_on_cpu.py [WORD ...] [--rounds 200]   # rows with one of the words
+    python -m benchmarks.lists_on_cpu [WORD ...] [--rounds 200]   # rows with one of the words
 """
 
 import argparse
 import copy
-import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +29,11 @@ from torch import nn
 from apex import optimizers
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.selftest.tolerance import ROUNDINGS, roundings
+from benchmarks.turns import one_core, ratio, take_turns, timed
 
 GOAL, ALONE_US = 1.10, 6.0
 TURN_US = 400.0  # a turn repeats its call until it takes that long
-LISTS = {
+LISTS: dict[str, list[tuple[int, ...]]] = {
     "100 of 8x8": [(8, 8)] * 100,
     "1000 of 8x8": [(8, 8)] * 1000,
     "300 of 33000": [(33000,)] * 300,
@@ -41,7 +41,7 @@ LISTS = {
 }
 
 Step = Callable[[], Any]
-Params = list[nn.Parameter]
+Params = list[Any]  # parameters, each with a gradient
 
 
 class Row(NamedTuple):
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     """Every row."""
-    sgd = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01}
+    sgd: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01}
     adam: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
     for size, shapes in LISTS.items():
         yield Row(
@@ -153,7 +153,7 @@ def lamb(params: Params) -> Step:
         grads = [p.grad for p in params]
         norm = _norm(grads)
         if norm > 1.0:
-            grads = torch._foreach_mul(grads, 1.0 / norm)
+            grads = [*torch._foreach_mul(grads, 1.0 / norm)]
         torch._foreach_lerp_(firsts, grads, 1 - beta1)
         torch._foreach_mul_(seconds, beta2)
         torch._foreach_addcmul_(seconds, grads, grads, 1 - beta2)
@@ -179,7 +179,7 @@ def lamb_by_adam(params: Params) -> Step:
         grads = [p.grad for p in params]
         norm = _norm(grads)
         if norm > 1.0:
-            grads = torch._foreach_mul(grads, 1.0 / norm)
+            grads = [*torch._foreach_mul(grads, 1.0 / norm)]
         terms = torch._foreach_mul(params, 0.01)
         torch._fused_adam_(
             terms, grads, firsts, seconds, [], steps,
@@ -302,7 +302,7 @@ def parameters(shapes: list[tuple[int, ...]]) -> Params:
 def error(row: Row, make: Callable[[Params], Step]) -> tuple[float, bool]:
     """Roundings of float32 between a way and ours in float64, and whether our tests allow them."""
     params = parameters(row.shapes)
-    exact = [nn.Parameter(p.detach().double()) for p in params]
+    exact: Params = [nn.Parameter(p.detach().double()) for p in params]
     for param, wide in zip(params, exact, strict=True):
         wide.grad = param.grad.double()
     clips = row.name.startswith("clip")
@@ -333,33 +333,22 @@ def measure(row: Row, rounds: int) -> list[str]:
     for step in steps.values():
         for _ in range(3):
             step()
-    begin = time.thread_time()
-    steps["apex"]()
-    calls = max(1, round(TURN_US * 1e-6 / (time.thread_time() - begin)))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    names = [*steps]
-    for number in range(rounds):
-        for place in range(len(names)):
-            name = names[(number + place) % len(names)]
-            step, begin = steps[name], time.thread_time()
-            for _ in range(calls):
-                step()
-            times[name].append((time.thread_time() - begin) / calls * 1e6)
+    calls = max(1, round(TURN_US * 1e-6 / timed(steps["apex"])))
+    times = take_turns({name: partial(timed, step, calls) for name, step in steps.items()}, rounds)
+    us = {name: 1e6 * statistics.median(found) for name, found in times.items()}
     exact = [name for name in row.torchs if errors[name][1]]
-    best = min(exact, key=lambda name: statistics.median(times[name]), default=None)
+    best = min(exact, key=lambda name: us[name], default=None)
     lines = []
     for name in row.torchs:
-        pairs = [a / b for a, b in zip(times["apex"], times[name], strict=True)]
-        first, median, third = statistics.quantiles(pairs, n=4)
-        ours, theirs = statistics.median(times["apex"]), statistics.median(times[name])
+        found, ours, theirs = ratio(times["apex"], times[name]), us["apex"], us[name]
         verdict = "" if errors[name][1] else "less exact"
         if name == best:
             alone = len(row.shapes) < 100
-            met = median <= GOAL or (alone and ours <= GOAL * theirs + ALONE_US)
+            met = found.median <= GOAL or (alone and ours <= GOAL * theirs + ALONE_US)
             verdict = "met" if met else "missed"
         lines.append(
-            f"{row.name:38} {name:14} {ours:8.0f} {theirs:8.0f}   {median:.2f} "
-            f"[{first:.2f} {third:.2f}]  {errors['apex'][0]:5.2f} {errors[name][0]:8.2f}  {verdict}"
+            f"{row.name:38} {name:14} {ours:8.0f} {theirs:8.0f}   {found}  "
+            f"{errors['apex'][0]:5.2f} {errors[name][0]:8.2f}  {verdict}"
         )
     return lines
 
@@ -370,8 +359,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="only rows whose name has one of the words")
     parser.add_argument("--rounds", type=int, default=200, help="turns of each way")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    one_core()
     print(
         f"{'operation':38} {'beside':14} {'apex us':>8} {'torch us':>8}  ratio [quartiles]  "
         "errors, apex and torch"

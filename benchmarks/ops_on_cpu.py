@@ -6,7 +6,7 @@ ratio is the median of the ratios of neighbouring runs, ours over theirs: below 
 "over" marks the rows above the rule: 1.10 of theirs and 6 us forward, 12 us with backward. The
 operations, their inputs and the expressions are those of `apex.selftest.catalogue`.
 
-    python benchmarks/ops_on_cpu.py [--seconds 0.3] [NAME ...]      # rotary layer_norm ...
+    python -m benchmarks.ops_on_cpu [--seconds 0.3] [NAME ...]      # rotary layer_norm ...
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +25,15 @@ from apex.selftest.catalogue.entry import DTYPES, Function, Op, Shape
 from apex.selftest.catalogue.ops import OPS
 from apex.transformer.enums import AttnMaskType
 from apex.transformer.functional import FusedScaleMaskSoftmax
+from benchmarks.turns import ratio, take_turns, timed
 
 Tensor = torch.Tensor
-LESS_EXACT = "less exact"
+OURS, LESS_EXACT = "ours", "less exact"
 
-ROWS = [(4, 64), (64, 256), (512, 512), (1024, 1024), (4096, 1024)]
-IMAGES = [(1, 32, 8, 8), (2, 64, 16, 16), (2, 128, 32, 32), (4, 256, 64, 64)]
+ROWS: list[Shape] = [(4, 64), (64, 256), (512, 512), (1024, 1024), (4096, 1024)]
+IMAGES: list[Shape] = [(1, 32, 8, 8), (2, 64, 16, 16), (2, 128, 32, 32), (4, 256, 64, 64)]
 SCORES = [(1, 16), (4, 32), (4, 64), (4, 128), (4, 256), (8, 512), (4, 1024)]  # heads, and a side
-CLASSES = [(8, 10), (128, 1000), (64, 32768), (256, 32768), (512, 32768)]
+CLASSES: list[Shape] = [(8, 10), (128, 1000), (64, 32768), (256, 32768), (512, 32768)]
 SIZES: dict[str, list[Shape]] = {
     "masked_softmax, no key": [(1, heads, side, side) for heads, side in SCORES],
     "causal_softmax": [(heads, side, side) for heads, side in SCORES],
@@ -125,24 +127,16 @@ def _run(function: Callable[..., Tensor], inputs: tuple[Any, ...], dy: Any) -> N
 
 
 def _times(
-    functions: list[Callable[..., Tensor]], inputs: tuple[Any, ...], dy: Any, seconds: float
-) -> list[list[float]]:
+    functions: dict[str, Function], inputs: tuple[Any, ...], dy: Any, seconds: float
+) -> dict[str, list[float]]:
     """Seconds of each run, run by run in turn."""
-    for function in functions * 3:
-        _run(function, inputs, dy)
-    begin = time.perf_counter()
-    for function in functions:
-        _run(function, inputs, dy)
-    calls = max(1, int(2e-4 / (time.perf_counter() - begin) * len(functions)))
-    found: list[list[float]] = [[] for _ in functions]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(found[0]) < 7:
-        for function, times in zip(functions, found, strict=True):
-            start = time.perf_counter()
-            for _ in range(calls):
-                _run(function, inputs, dy)
-            times.append((time.perf_counter() - start) / calls)
-    return found
+    clock = time.perf_counter
+    runs = {name: partial(_run, function, inputs, dy) for name, function in functions.items()}
+    once = {name: partial(timed, run, clock=clock) for name, run in runs.items()}
+    *_, last = zip(*take_turns(once, 4).values(), strict=True)
+    calls = max(1, int(2e-4 / sum(last) * len(runs)))
+    turns = {name: partial(timed, run, calls, clock) for name, run in runs.items()}
+    return take_turns(turns, 7, seconds=seconds)
 
 
 def main() -> None:
@@ -153,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{'':44}{'ours us':>10}  ratio (quartiles) of the best, and of what is less exact")
+    print(f"{'':44}{'ours us':>10}  ratio [quartiles] of the best, and of what is less exact")
     entries = {op.name: op for op in OPS}
     for name in options.names or [*SIZES, LAYER]:
         for row in _layer() if name == LAYER else _rows(entries[name]):
@@ -169,22 +163,16 @@ def _print(row: Row, backward: bool, seconds: float) -> None:
     y = row.ours(*inputs)
     dy = torch.ones_like(y) if backward else None
     with torch.set_grad_enabled(backward):
-        ours, *theirs = _times([row.ours, *row.theirs.values()], inputs, dy, seconds)
-    texts, over = [], False
-    exact = [i for i, name in enumerate(row.theirs) if name != LESS_EXACT]
-    best = min(exact, key=lambda i: statistics.median(theirs[i]))
-    for i, name in enumerate(row.theirs):
-        if i != best and i in exact:
-            continue
-        ratios = sorted(a / b for a, b in zip(ours, theirs[i], strict=True))
-        low, middle, high = (ratios[len(ratios) * k // 4] for k in (1, 2, 3))
-        texts.append(f"{middle:.2f} ({low:.2f}-{high:.2f}) {name}")
-        if i == best:
-            allowed = statistics.median(theirs[i]) * 1.10 + (12e-6 if backward else 6e-6)
-            over = statistics.median(ours) > allowed
+        times = _times({OURS: row.ours, **row.theirs}, inputs, dy, seconds)
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    exact = [name for name in row.theirs if name != LESS_EXACT]
+    best = min(exact, key=lambda name: middle[name])
+    shown = [name for name in row.theirs if name in (best, LESS_EXACT)]
+    texts = [f"{ratio(times[OURS], times[name])} {name}" for name in shown]
+    over = middle[OURS] > middle[best] * 1.10 + (12e-6 if backward else 6e-6)
     direction = "both" if backward else "forward"
     print(
-        f"{row.name:36} {direction:8}{statistics.median(ours) * 1e6:10.1f}  {'; '.join(texts)}"
+        f"{row.name:36} {direction:8}{middle[OURS] * 1e6:10.1f}  {'; '.join(texts)}"
         f"{'   over' if over else ''}",
         flush=True,
     )

@@ -6,7 +6,7 @@ with ``torch.autocast`` and torch's scaler (O1, O4), with float32 masters writte
 in 16 bits (O3) or plain (O0). Both train the same model in the same processes, step by step in
 turn; the ratio is the median of the ratios of neighbouring steps, on rank 0.
 
-    python benchmarks/parallel.py [--levels O0 O2 ...] [--models convnet many mlp] [--steps 60]
+    python -m benchmarks.parallel [--levels O0 O2 ...] [--models convnet many mlp] [--steps 60]
 
 The level ``shards`` is another pair: a model of ``fully_shard`` with ``FusedAdam``, stepped with
 ``apex.amp.GradScaler`` and its ``clip_grad_norm_``, and with torch's scaler and function and the
@@ -20,11 +20,13 @@ against ``fully_shard`` with ``torch.optim.AdamW(fused=True)``, both in float32.
 """
 
 import argparse
-import functools
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,10 @@ from torch.distributed.fsdp import fully_shard
 from apex import amp, parallel
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.optimizers import FusedAdam
+from benchmarks.turns import ratio, take_turns, timed
+
+Step = Callable[[], None]
+Make = Callable[[str, Any, torch.Tensor], Step]  # of a level, a model and its input
 
 RANKS = 2
 LARGE = 2**16  # elements of a layer that fully_shard gathers by itself
@@ -69,7 +75,7 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
 MODELS = {"convnet": convnet, "many": many, "mlp": mlp}
 
 
-def ours(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+def ours(level: str, model: nn.Module, x: torch.Tensor) -> Step:
     """Return a step written with apex."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -85,10 +91,11 @@ def ours(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     return step
 
 
-def by_hand(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+def by_hand(level: str, model: nn.Module, x: torch.Tensor) -> Step:
     """Return a step written with torch's wrapper."""
     dtype = HALF.get(level, torch.bfloat16)
-    stepped = weights = list(model.parameters())
+    weights: list[Any] = list(model.parameters())
+    stepped = weights
     if level in ("O2", "O5"):
         stepped = [p.detach().clone().requires_grad_() for p in weights]
     if level in ("O2", "O3", "O5"):
@@ -118,7 +125,7 @@ def by_hand(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
     return step
 
 
-def sharded_optimizer(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+def sharded_optimizer(level: str, model: nn.Module, x: torch.Tensor) -> Step:
     """Return a step of Apex's sharded optimizer; a bucket is as large as a layer of ``mlp``."""
     optimizer = DistributedFusedAdam(
         model.parameters(), lr=1e-3, weight_decay=0.01, bucket_cap_mb=4.0
@@ -132,7 +139,7 @@ def sharded_optimizer(level: str, model: nn.Module, x: torch.Tensor):  # noqa: A
     return step
 
 
-def sharded_adamw(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN201
+def sharded_adamw(level: str, model: nn.Sequential, x: torch.Tensor) -> Step:
     """Return a step of ``fully_shard`` with torch's optimizer; each layer is gathered by itself."""
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model:
@@ -149,7 +156,7 @@ def sharded_adamw(level: str, model: nn.Module, x: torch.Tensor):  # noqa: ANN20
     return step
 
 
-def sharded(level: str, model: nn.Module, x: torch.Tensor, *, by_hand: bool):  # noqa: ANN201
+def sharded(level: str, model: nn.Sequential, x: torch.Tensor, *, by_hand: bool) -> Step:
     """Return a step of a sharded model with our scaler, or with torch's."""
     mesh = init_device_mesh("cpu", (RANKS,))
     for module in model:
@@ -157,7 +164,7 @@ def sharded(level: str, model: nn.Module, x: torch.Tensor, *, by_hand: bool):  #
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
-    scaler = (torch.amp.GradScaler if by_hand else amp.GradScaler)("cpu", init_scale=1024.0)
+    scaler: Any = (torch.amp.GradScaler if by_hand else amp.GradScaler)("cpu", init_scale=1024.0)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -175,22 +182,21 @@ def sharded(level: str, model: nn.Module, x: torch.Tensor, *, by_hand: bool):  #
     return step
 
 
-def pair(level: str):  # noqa: ANN201
+def pair(level: str) -> tuple[Make, Make]:
     """Return what makes our step at a level, and what makes the one by hand."""
     if level == "shards":
-        return (functools.partial(sharded, by_hand=hand) for hand in (False, True))
+        ours_sharded, sharded_by_hand = (partial(sharded, by_hand=hand) for hand in (False, True))
+        return ours_sharded, sharded_by_hand
     if level == "zero":
         return sharded_optimizer, sharded_adamw
     return ours, by_hand
 
 
-def milliseconds(step, casts: bool) -> float:  # noqa: ANN001
+def milliseconds(step: Step, casts: bool) -> float:
     """Time one step, with the thread's casts as its side has them."""
     torch.set_autocast_enabled("cpu", casts)
     dist.barrier()
-    begin = time.perf_counter()
-    step()
-    return (time.perf_counter() - begin) * 1e3
+    return 1e3 * timed(step, clock=time.perf_counter)  # part of it is gloo's, in other threads
 
 
 def measure(rank: int, name: str, level: str, steps: int) -> None:
@@ -201,20 +207,22 @@ def measure(rank: int, name: str, level: str, steps: int) -> None:
     casts = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)
     right = make_by_hand(level, *MODELS[name]())
-    rows = [(milliseconds(left, casts), milliseconds(right, False)) for _ in range(steps + 5)][5:]
-    mine, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
-    ratio = statistics.median(a / b for a, b in rows)
+    sides = {
+        "apex": partial(milliseconds, left, casts),
+        "torch": partial(milliseconds, right, False),
+    }
+    times = take_turns(sides, steps, warm_up=5)
     if rank == 0:
-        print(
-            f"{name:8} {level:6}  apex {mine:7.2f} ms  torch {theirs:7.2f} ms  ratio {ratio:.3f}",
-            flush=True,
-        )
+        middle = [f"{side} {statistics.median(found):7.2f} ms" for side, found in times.items()]
+        of_steps = ratio(times["apex"], times["torch"]).median
+        print(f"{name:8} {level:6}  {'  '.join(middle)}  ratio {of_steps:.3f}", flush=True)
 
 
 def work(rank: int, store: str, options: argparse.Namespace) -> None:
     """Time every model and level; rank 0 prints."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    shared = dist.FileStore(store, RANKS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=RANKS)
     for name in options.models:
         for level in options.levels:
             measure(rank, name, level, options.steps)
@@ -230,9 +238,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     with tempfile.TemporaryDirectory() as folder:
         options = parser.parse_args()
-        torch.multiprocessing.spawn(
-            work, args=(os.path.join(folder, "store"), options), nprocs=RANKS
-        )
+        arguments = (os.path.join(folder, "store"), options)
+        torch.multiprocessing.spawn(work, args=arguments, nprocs=RANKS)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

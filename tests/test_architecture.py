@@ -267,7 +267,7 @@ OF_THE_ORIGINAL = {  # the same name in two of its packages
 
 def test_a_class_name_means_one_thing():
     places = {}
-    for file in files(SRC):
+    for file in files():
         for node in tree(file).body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(file.relative_to(SRC)))

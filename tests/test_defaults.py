@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex.ops.lists import phases
+from apex.ops.lists import stages
 from tests.default_programs import MODULES, PROGRAMS
 
 OTHERS = ("meta", torch.float64, torch.float16, torch.bfloat16)
@@ -75,8 +75,8 @@ def test_modules_that_a_program_makes_follow_the_defaults(name):
 
 def test_ranks_with_and_without_gradients_send_one_dtype():
     """A float64 message of one rank and a float32 one of another would hang or mix bits."""
-    kind, params = phases.Kind(2), [torch.ones(2), torch.ones(3)]
+    kind, params = stages.Kind(2), [torch.ones(2), torch.ones(3)]
     part = torch.ones(1, 2)
     with default(torch.float64):
-        found = [phases._all_places(parts, params, kind) for parts in ([([0], part)], [])]
+        found = [stages._all_places(parts, params, kind) for parts in ([([0], part)], [])]
     assert [one.dtype for one in found] == [torch.float32] * 2

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from apex import amp
 from tests.saved_whole import make
 
 MODULES = {
@@ -21,6 +22,12 @@ MODULES = {
 def one_rank():
     with make.one_rank():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    yield
+    amp.reset()
 
 
 def _load(name):

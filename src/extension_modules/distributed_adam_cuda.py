@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply.list_arguments import flag_to_read, list_function, numbers_of
-from apex.ops.lists.columns import grouped
 from apex.ops.lists.storage import LOW_BITS, StepOptions
+from apex.ops.lists.tensor_lists import grouped
 from apex.ops.updates.adam import Adam, adam_
 
 __all__ = [

@@ -12,12 +12,6 @@ HALF = {"O1": torch.float16, "O4": torch.bfloat16}  # levels that cast functions
 MODEL = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}  # ... that cast the model
 
 
-def start(level, model, lr=0.5, verbosity=0, **options):
-    """A model and an optimizer of its parameters, initialised."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity, **options)
-
-
 def cast(level, model, **options):
     """A model without optimizer, initialised."""
     return amp.initialize(model, opt_level=level, verbosity=0, **options)

@@ -10,8 +10,8 @@ from torch import nn
 
 from apex import amp
 from apex._compat import IS_2_13
-from tests.amp.levels import assert_same, start
-from tests.amp.training import scaled_backward
+from tests.amp.levels import assert_same
+from tests.amp.training import scaled_backward, started
 
 # Of Dynamo itself, in 2.9 where a graph breaks.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -55,13 +55,13 @@ def compiled(module):
 
 
 def evaluated(level):
-    return start(level, Net())[0].eval(), torch.randn(4, 1, 4, 4)
+    return started(level, Net())[0].eval(), torch.randn(4, 1, 4, 4)
 
 
 def check(level, ambient):
     """A model of one level inside a parent of the thread's level."""
     model, x = evaluated(level)
-    start(ambient, nn.Linear(1, 1))
+    started(ambient, nn.Linear(1, 1))
     module = Parent(model)
     eager, traced = module(x), compiled(module)
     state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -87,7 +87,7 @@ def test_a_model_in_a_thread_of_another_level(level, ambient):
 def test_training(level):
     def train(wrap):
         torch.manual_seed(0)
-        model, optimizer = start(level, Net(), loss_scale=128.0)
+        model, optimizer = started(level, Net(), loss_scale=128.0)
         forward = wrap(model)
         losses = []
         for _ in range(3):
@@ -110,7 +110,7 @@ def test_a_compiled_step_with_its_loss_and_rules():
     def widened(x):
         return x * 3
 
-    model, _ = start("O1", nn.Linear(4, 3))
+    model, _ = started("O1", nn.Linear(4, 3))
 
     def forward(x):
         y = model(x)
@@ -129,7 +129,7 @@ def test_torchs_own_autocast_compiled_keeps_its_meaning():
         with torch.autocast("cpu", dtype=torch.float16):
             return x.softmax(-1), F.gelu(x)
 
-    start("O2", nn.Linear(1, 1))
+    started("O2", nn.Linear(1, 1))
     x = torch.rand(3, 4).half()
     eager = forward(x)
     assert eager[0].dtype == torch.float16
@@ -141,7 +141,7 @@ def test_a_model_compiled_before_initialize():
     traced = torch.compile(model, backend="eager")
     assert_same(traced(x), model(x))
     for level in ("O1", "O2", "O0", "O4"):
-        start(level, model)
+        started(level, model)
         assert_same(traced(x), model(x))
     amp.reset()
     assert_same(traced(x), model(x))
@@ -150,14 +150,14 @@ def test_a_model_compiled_before_initialize():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_initialize_takes_a_compiled_model(level):
     torch.manual_seed(0)
-    model, _ = start(level, Net())
+    model, _ = started(level, Net())
     torch.manual_seed(0)
-    traced, _ = start(level, torch.compile(Net(), backend="eager"))
+    traced, _ = started(level, torch.compile(Net(), backend="eager"))
     model.eval()
     traced.eval()
     x = torch.randn(4, 1, 4, 4)
     for ambient in (level, "O0"):
-        start(ambient, nn.Linear(1, 1))
+        started(ambient, nn.Linear(1, 1))
         assert_same(traced(x), model(x))
 
 
@@ -179,7 +179,7 @@ def test_a_compiled_step_is_one_graph_and_amp_runs_as_it_is(level):
 
     for compiles in (False, True):
         torch.manual_seed(0)
-        model, optimizer = start(level, Net())
+        model, optimizer = started(level, Net())
 
         def step(x, model=model, optimizer=optimizer):
             optimizer.zero_grad()

@@ -18,6 +18,7 @@ from apex.contrib import optimizers as contrib
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops import _runtime
+from tests.amp.training import started
 from tests.recorded_graph import RecordedGraph, like_a_gpu
 
 CPU = torch.device("cpu")
@@ -67,12 +68,8 @@ class Program:
     def __init__(self, level, kind, scale, **options):
         torch.manual_seed(0)
         layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
-        model = torch.nn.Sequential(*layers)
-        optimizer = kind(model.parameters())
-        self.model, self.optimizer = amp.initialize(
-            model, optimizer, opt_level=level, loss_scale=scale, growth_interval=3, verbosity=0,
-            **options,
-        )  # fmt: skip
+        model, options = torch.nn.Sequential(*layers), {"growth_interval": 3, **options}
+        self.model, self.optimizer = started(level, model, kind, loss_scale=scale, **options)
         self.x, self.loss, self.graph = torch.zeros(6, 8), None, None
         self.overflows, self.held = scale == "dynamic", []
 

@@ -27,13 +27,13 @@ from tests.amp.training import (
     batches,
     copies,
     grads_of,
-    initialized,
     net,
     same,
     scale_now,
     scaled_backward,
     sgd,
     spoil,
+    started,
     train,
 )
 
@@ -60,7 +60,7 @@ def test_options_from_the_command_line(words, kept, scale):
     parser.add_argument("--loss-scale", type=str, default=None)
     args = parser.parse_args(words)
     options = {"keep_batchnorm_fp32": args.keep_batchnorm_fp32, "loss_scale": args.loss_scale}
-    model, _ = initialized(args.opt_level, **options)
+    model, _ = started(args.opt_level, **options)
     assert model[1].weight.dtype == (torch.float32 if kept else torch.float16)
     options = amp._amp_state.opt_properties
     assert options.loss_scale == scale
@@ -156,7 +156,7 @@ def test_a_gradient_penalty_by_create_graph(level):
 
 
 def test_scale_written_right_after_initialize():
-    model, optimizer = initialized("O2")
+    model, optimizer = started("O2")
     amp._amp_state.loss_scalers[0]._loss_scale = 2**20
     assert apex.amp._amp_state.loss_scalers[0].loss_scale() == 2.0**20
     scaler = apex.amp._amp_state.loss_scalers[0]  # after ``import apex.amp._amp_state``
@@ -169,7 +169,7 @@ def test_scale_written_right_after_initialize():
 @SCALED
 def test_a_program_that_reduces_and_checks_gradients_itself(level):
     """Passes unchecked, gradients gathered, checked and skipped by the program's own hand."""
-    model, optimizer = initialized(level)
+    model, optimizer = started(level)
     skipped = []
     for number, batch in enumerate(batches(4)):
         spoiled = spoil if number == 1 else None
@@ -247,7 +247,7 @@ def test_torchs_ddp_before_initialize():
 @SCALED
 def test_passes_under_no_sync_that_were_clipped_are_refused(level):
     """The synchronising pass would not reduce what clipping has unscaled."""
-    model, optimizer = initialized(level)
+    model, optimizer = started(level)
     model = nn.parallel.DistributedDataParallel(model)
     (batch,) = batches(1)
     with model.no_sync():
@@ -264,7 +264,7 @@ def test_passes_under_no_sync_that_were_clipped_are_refused(level):
 @pytest.mark.usefixtures("_group")
 @SCALED
 def test_weights_written_before_the_first_forward_in_ddp_stay(level):
-    model, optimizer = initialized(level)
+    model, optimizer = started(level)
     wrapper = nn.parallel.DistributedDataParallel(model)
     with torch.no_grad():
         for param in model.parameters():

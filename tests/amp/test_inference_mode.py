@@ -9,7 +9,7 @@ from torch import nn
 from apex import amp
 from apex.optimizers import FusedAdam
 from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, cast, product
-from tests.amp.training import scaled_backward
+from tests.amp.training import scaled_backward, started
 
 
 class Adapted(nn.Module):
@@ -28,8 +28,7 @@ class Adapted(nn.Module):
 def start(level, optimizer_class=torch.optim.SGD):
     torch.manual_seed(0)
     model = Adapted()
-    optimizer = optimizer_class(model.head.parameters(), lr=0.1)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return started(level, model, optimizer_class(model.head.parameters(), lr=0.1))
 
 
 def step(model, optimizer):

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from apex.amp import _speech
-from tests.amp.levels import start
-from tests.amp.training import scaled_backward
+from tests.amp.training import scaled_backward, started
 
 SCRIPT = """
 import logging, sys, torch
@@ -60,7 +59,7 @@ def test_only_rank_0_speaks(monkeypatch, capsys, is_rank0):
     """Of levels, casts and overflows."""
     monkeypatch.setattr(_speech, "logger", logging.Logger("apex.amp"))  # without pytest's handlers
     monkeypatch.setattr(_speech, "is_rank0", lambda: is_rank0)
-    model, optimizer = start("O1", nn.Linear(2, 2), verbosity=2)
+    model, optimizer = started("O1", nn.Linear(2, 2), verbosity=2)
     scaled_backward(model(torch.full((1, 2), torch.nan)).sum(), optimizer)
     optimizer.step()
     text = capsys.readouterr().out

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.amp.levels import start, train_step
-from tests.amp.training import backward, batches, copies, net, same, scaled_backward
+from tests.amp.levels import train_step
+from tests.amp.training import backward, batches, copies, net, same, scaled_backward, started
 
 
 def test_the_counter_of_a_static_scale_stands_still():
-    model, optimizer = start("O2", nn.Linear(2, 2), loss_scale=2.0)
+    model, optimizer = started("O2", nn.Linear(2, 2), loss_scale=2.0)
     for _ in range(3):
         train_step(model, optimizer, torch.ones(1, 2))
         amp._amp_state.loss_scalers[0].update_scale()  # as programs do that check by themselves
@@ -31,7 +31,7 @@ def test_a_weight_used_twice_gets_the_gradients_of_both_uses():
 
     model, x = Tied(), torch.randn(4, 3)
     by_hand = model.weight.detach().clone().requires_grad_()
-    model, optimizer = start("O1", model, loss_scale=1.0)
+    model, optimizer = started("O1", model, loss_scale=1.0)
     with amp.disable_casts():
         half = by_hand.half()
         F.linear(F.linear(x.half(), half), half).float().sum().backward()
@@ -70,7 +70,7 @@ def test_o0_is_plain_torch():
 
 
 def test_bounds_hold_from_the_start_and_for_a_loaded_scale():
-    model, _ = start("O2", nn.Linear(2, 2), min_loss_scale=2.0**18, max_loss_scale=2.0**20)
+    model, _ = started("O2", nn.Linear(2, 2), min_loss_scale=2.0**18, max_loss_scale=2.0**20)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**18
     for saved, taken in ((4.0, 2.0**18), (2.0**24, 2.0**20), (2.0**19, 2.0**19)):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": saved, "unskipped": 0}})
@@ -88,7 +88,7 @@ def test_a_model_on_two_devices(poisoned):
         def forward(self, x):
             return self.there(self.here(x).cuda())
 
-    model, optimizer = start("O2", Split(), init_scale=8.0)
+    model, optimizer = started("O2", Split(), init_scale=8.0)
     before = [p.clone() for p in model.parameters()]
     with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
         scaled.backward()
@@ -105,7 +105,7 @@ def test_a_model_on_two_devices(poisoned):
 def test_accumulation_with_gradients_that_are_views_of_ddps_buckets(level):
     ends = []
     for view in (False, True):
-        model, optimizer = start(level, net(), lr=0.1, loss_scale=128.0)
+        model, optimizer = started(level, loss_scale=128.0)
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
         for _ in range(2):
             optimizer.zero_grad()

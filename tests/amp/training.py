@@ -39,11 +39,15 @@ def sgd(params, lr=0.1, **options):
     return torch.optim.SGD(params, lr=lr, **options)
 
 
-def initialized(level, make=sgd, **options):
-    """The net and an optimizer of its parameters, initialised."""
-    model = net()
-    optimizer = make(model.parameters())
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+def started(level, model=None, optimizer=sgd, verbosity=0, **options):
+    """A model, by default the net, and its optimizer, initialised.
+
+    ``optimizer`` is one, several, or a function that makes one from the model's parameters.
+    """
+    model = net() if model is None else model
+    if callable(optimizer):
+        optimizer = optimizer(model.parameters())
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity, **options)
 
 
 def backward(model, optimizer, batch, spoil=None, **options):
@@ -132,7 +136,7 @@ def row(level, make=torch.optim.SGD, count=1, lr=1.0, **options):
     nn.init.zeros_(model.weight)
     made = [make(model.parameters(), lr=lr) for _ in range(count)]
     options = {"loss_scale": 8.0, **options}
-    amp.initialize(model, made, opt_level=level, verbosity=0, **options)
+    started(level, model, made, **options)
     return model, *made
 
 

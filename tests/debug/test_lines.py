@@ -318,7 +318,7 @@ assert alive() <= 3, alive()
 
 
 def test_what_is_run_again_writes_to_nothing_of_the_program():
-    """Averages of weights, masters: such writes are not noted. Batches are written as copies."""
+    """Averages of weights, masters: such writes are not recorded. Batches are written as copies."""
     lines = Lines()
     average, x, masters = nn.Parameter(torch.ones(3)), torch.ones(3), [torch.ones(3)]
     lines.on()

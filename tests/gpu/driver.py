@@ -28,7 +28,11 @@ from tests.gpu.memory import Counters, Fault
 from tests.gpu.translation import Code
 from tests.kernels.driver import LARGEST_GRID, Hopper, without_machine_code
 
-LISTS = ("list_kernel", "held_kernel", "segment_kernel")  # promise the bits of their definition
+LISTS = (
+    "list_kernel",
+    "quantized_kernel",
+    "segment_kernel",
+)  # promise the bits of their definition
 FLOATS = {"fp32": "f4", "fp64": "f8"}
 
 

@@ -11,10 +11,9 @@ from apex.ops import _runtime
 from apex.selftest import check, ops, optimizers, training
 from apex.selftest.catalogue.entry import DTYPES, Checked, Inputs, Op
 from apex.selftest.catalogue.ops import OPS
-from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from tests.gpu.driver import gpu
 from tests.gpu.network import losses
-from tests.kernels.operations import operations
+from tests.kernels.operations import BY_NAME, VARIANTS, made, operations
 
 CPU = torch.device("cpu")
 # Rows of one number, of an odd one, of a power of 2; more of them than a program has.
@@ -104,17 +103,15 @@ def trained(level):
 
 def counted(name, shape=(64, 1024), dtype="bf16", misplaced=False):
     """What forward and backward of an op move, or a step of an optimizer over one tensor."""
-    made = {entry.called(entry.variants[0]): entry for entry in OPTIMIZERS}
-    if name in made:
+    if name in VARIANTS:
         param, grad = (torch.randn(shape, dtype=DTYPES[dtype]) for _ in range(2))
         if misplaced:
             param, grad = (x.new_empty(x.numel() + 1)[1:].view(shape) for x in (param, grad))
         param = torch.nn.Parameter(param)
         param.grad = grad
-        optimizer = made[name].make([param], **{"lr": 0.1, **made[name].options})
-        work = optimizer.step
+        work = made(name, [param]).step
     else:
-        op = next(op for op in OPS if op.name == name)
+        op = BY_NAME[name]
         leaves, rest = op.inputs(op.of_matrix(shape), DTYPES[dtype], CPU)
         leaves = [leaf.requires_grad_() for leaf in leaves]
 

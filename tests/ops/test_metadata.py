@@ -6,8 +6,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apex.multi_tensor_apply.list_functions import multi_tensor_scale
 from apex.ops.lists import metadata
-from apex.ops.lists.columns import are_uniform, as_vector
 from apex.ops.lists.metadata import of_metadata
+from apex.ops.lists.tensor_lists import are_uniform, as_vector
 from apex.optimizers import FusedAdam
 from tests.optimizers.common import PATHS, give_grads, on, parameters, same
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from apex.contrib import optimizers as contrib
-from apex.ops.lists.columns import local
 from apex.ops.lists.storage import STORAGES
+from apex.ops.lists.tensor_lists import local
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from apex.parallel import LARC
 from tests.optimizers.common import EVERY, on

@@ -32,6 +32,7 @@ from tests.optimizers.common import (
     values,
 )
 from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
+from tests.waits import no_waits
 
 SMALL = ((7,), (33, 5))
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
@@ -660,11 +661,8 @@ def test_steps_on_a_gpu_without_waiting(make):
             params[2].grad = None
         optimizer.found_inf = flag
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @every

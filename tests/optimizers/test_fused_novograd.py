@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from apex.ops.lists.columns import as_vector
+from apex.ops.lists.tensor_lists import as_vector
 from apex.optimizers import FusedNovoGrad
 from tests.optimizers.common import (
     DTYPES,

@@ -24,38 +24,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.rows import MISSING, RIGHT, UNSTEADY, WRONG, load, save
+from tools.gpu.rows import MISSING, NOT_DRY, RIGHT, UNSTEADY, WRONG, as_rows, load, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 VERSIONS = "versions"
 FIRST = ("amp", "optimizers", "ops")  # of the tests: what trainings are made of
-FOLDERS = [
-    path.name for path in sorted((ROOT / "tests").iterdir()) if (path / "__init__.py").exists()
-]
+FOLDERS = [path.name for path in sorted((ROOT / "tests").iterdir()) if any(path.rglob("test_*.py"))]
 SUITE = [f"tests/{name}" for name in (*FIRST, *sorted({*FOLDERS} - {*FIRST}))]
-SELFTEST = {
-    "norms": "norms and losses: ",
-    "optimizers": "optimizers: ",
-    "waits": "no waits: ",
-    "graphs": "CUDA graphs: ",
-    "lists": "lists of tensors: ",
-    "trainings": "training: ",
-}
-DRY = {"norms": ["apex", "selftest", "--only", "swiglu, bf16, forward"]}  # one is like the others
+SELFTEST = ["norms and losses: ", "lists of tensors: ", "optimizers: ", "training: "]
+SELFTEST += ["CUDA graphs: ", "no waits: "]  # the areas, for a dry run
 LIMITS = {"checks": 330.0, "times": 200.0}  # seconds of all parts of a kind together
+SLOWER = 3  # of a dry run, on a machine that others use as well
 TOGETHER = 6  # parts of checks at a time: each keeps one core busy, the suite half of all
 SHOWN = 60  # failures in the table; the files have all
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process: ``words`` after ``python -m``, and those of a dry run (``None``: it has none)."""
+    """A process: ``words`` after ``python -m``, and those of a dry run where they differ."""
 
     words: Sequence[str]
     limit: float
     kind: str = "checks"
-    dry: Sequence[str] | None = ()
+    dry: Sequence[str] = ()
 
 
 PARTS = {
@@ -63,23 +55,24 @@ PARTS = {
         ["tools.gpu.suite", "--device", "cuda", "--quick", *SUITE], 300,
         dry=["tools.gpu.suite", "--device", "cpu", "--quick", "tests/amp/scaling/test_scaler.py"],
     ),
-    # Processes with one cache of compiled kernels: as one process this took over 240 s on an H200.
-    **{
-        f"selftest-{name}": Part(["apex", "selftest", "--only", area], 240, dry=DRY.get(name))
-        for name, area in SELFTEST.items()
-    },
+    # It has processes of its own: as one this took over 240 s on an H200.
+    "selftest": Part(
+        ["apex", "selftest", "--all"], 240, dry=["tools.gpu.selftest", *SELFTEST],
+    ),
     "gpu-tests": Part(
         ["tools.gpu.suite", "--device", "cuda", "-m", "gpu", "tests"], 240,
-        dry=["tools.gpu.suite", "--device", "cpu", "-m", "gpu", "tests/contrib/test_on_a_gpu.py"],
+        dry=["tools.gpu.suite", "--stand-ins", "-m", "gpu"],
     ),
     "steps": Part(["tools.gpu.part", "steps"], 150),
+    "graphs": Part(["tools.gpu.part", "graphs"], 150),
     "layers": Part(["tools.gpu.part", "layers"], 150),
     "ranks": Part(["tools.gpu.part", "ranks"], 150),
     "large": Part(["tools.gpu.part", "large"], 120),
     "trainings": Part(["tools.gpu.part", "times:trainings"], 80, "times"),
+    "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
     "lists": Part(["tools.gpu.part", "times:lists"], 60, "times"),
     "ops": Part(["tools.gpu.part", "times:ops"], 60, "times"),
-    "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
+    "captured": Part(["tools.gpu.part", "times:captured"], 60, "times"),
 }  # fmt: skip
 
 
@@ -97,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         found = {n: part for n, part in PARTS.items() if n.startswith(word) or part.kind == word}
         if not found:
             parser.error(f"{word!r} is no part: choose from {', '.join([*LIMITS, *PARTS])}")
-        chosen |= {n: part for n, part in found.items() if not args.dry or part.dry is not None}
+        chosen |= found
     folder = args.out or (Path(tempfile.mkdtemp(prefix="apex-gpu-")) if args.dry else RESULTS)
     folder = folder.resolve()  # parts run at the root of the tree
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +118,7 @@ def run_all(chosen: dict[str, Part], folder: Path, stem: str, dry: bool) -> dict
     found: dict[str, Any] = {}
     for kind, seconds in LIMITS.items():
         parts = {name: part for name, part in chosen.items() if part.kind == kind}
-        until = time.monotonic() + seconds
+        until = time.monotonic() + seconds * (SLOWER if dry else 1)
         together = 1 if kind == "times" else min(TOGETHER, os.cpu_count() or 1)
         with ThreadPoolExecutor(together) as pool:
             running = {
@@ -143,14 +136,14 @@ def run_all(chosen: dict[str, Part], folder: Path, stem: str, dry: bool) -> dict
 
 def run_part(part: Part, file: Path, dry: bool, until: float) -> dict[str, Any]:
     """Run a part to its end or its limit, and return what its file then has."""
-    words = [*(part.dry if dry and part.dry else part.words)]
+    words = [*(part.dry or part.words if dry else part.words)]
     if words[0] == "apex":
         words += ["--json", str(file)]
     else:
         words[1:1] = ["--out", str(file), *["--dry"] * dry]
     file.unlink(missing_ok=True)
     begun = time.monotonic()
-    limit = max(1.0, min(part.limit, until - begun))
+    limit = max(1.0, min(part.limit * (SLOWER if dry else 1), until - begun))
     paths = [ROOT / "src", ROOT / "src" / "extension_modules", ROOT]
     path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile() as log:
@@ -185,26 +178,6 @@ def run_part(part: Part, file: Path, dry: bool, until: float) -> dict[str, Any]:
     return content
 
 
-def as_rows(content: dict[str, Any]) -> dict[str, Any]:
-    """Give what `apex selftest` wrote the rows that parts have."""
-    if "checks" in content:
-        content["running"] = content.get("next")
-        content["rows"] = [
-            {
-                "name": f"{check['area']}: {check['name']} ({check['path']})",
-                "status": RIGHT if check["status"] == "right" else WRONG,
-                "said": (check["error"] or "").strip().rpartition("\n")[2] or _numbers(check),
-            }
-            for check in content["checks"]
-        ]
-    return content
-
-
-def _numbers(check: dict[str, Any]) -> str:
-    wrong = [one for one in check["measured"] if not one["right"]]
-    return "; ".join(f"{one['what']}: {one['value']:.3g} of {one['allowed']:.3g}" for one in wrong)
-
-
 def failures(content: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows that are wrong; a package that is missing is no failure."""
     return [row for row in content["rows"] if row["status"] == WRONG]
@@ -213,7 +186,7 @@ def failures(content: dict[str, Any]) -> list[dict[str, Any]]:
 def summary(content: dict[str, Any]) -> str:
     """How many rows of each status, and the time."""
     statuses = [row["status"] for row in content["rows"]]
-    counts = {name: statuses.count(name) for name in (RIGHT, WRONG, MISSING, UNSTEADY)}
+    counts = {name: statuses.count(name) for name in (RIGHT, WRONG, MISSING, UNSTEADY, NOT_DRY)}
     if "passed" in content:  # of tests, whose rows are the failures
         counts.update({RIGHT: content["passed"], "skipped": content["skipped"]})
     words = [f"{count} {name}" for name, count in counts.items() if count]
@@ -231,6 +204,12 @@ def show(found: dict[str, Any], *, times: bool) -> None:
     missing = sorted({row["said"] for row in rows if row["status"] == MISSING})
     if missing:
         print("\nMissing:", *missing, sep="\n  ")
+    left_out = [(name, row) for name, content in found.items() for row in content["rows"]]
+    left_out = [(name, row) for name, row in left_out if row["status"] == NOT_DRY]
+    if left_out:
+        print(f"\nNot run dry ({len(left_out)}):")
+    for name, row in left_out:
+        print(f"  {name}: {row['name']}: {row['said']}")
     ratios = [row for row in rows if times and "ratio" in row]
     if ratios:
         print("\nTime over that of what is named last (below 1: ours is faster)")

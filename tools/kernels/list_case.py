@@ -83,7 +83,7 @@ def case(
         ),
         update.__name__,
         " ".join([columns, *([variant] if variant else [])]),
-        prefix="held_kernel" if codes else "list_kernel",
+        prefix="quantized_kernel" if codes else "list_kernel",
         reads=tuple(p for number, p in enumerate(behind) if number not in write_only),
         writes=tuple(behind[number] for number in dict(stores)),
         tile=BLOCK,

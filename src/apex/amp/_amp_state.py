@@ -82,8 +82,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
             f"amp.master_params was given {type(optimizer).__name__}; pass the optimizer, which "
             "knows the masters."
         )
-    hand_out = getattr(getattr(optimizer, "_amp_stash", None), "hand_out", None)
-    if hand_out is not None:
-        hand_out()
+    expose = getattr(getattr(optimizer, "_amp_stash", None), "expose", None)
+    if expose is not None:
+        expose()
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -14,7 +14,7 @@ from apex.amp._amp_state import master_params
 from apex.amp.gradients.step_counts import Outcome
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import SCALE
-from apex.ops.lists.columns import OWN_MEMORY, local
+from apex.ops.lists.tensor_lists import OWN_MEMORY, local
 
 
 def _collected(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:

@@ -34,9 +34,9 @@ from apex.amp.gradients.step_counts import Outcome, TakenSteps
 from apex.amp.scaler import check, iter_params
 from apex.ops import _runtime
 from apex.ops.lists import clip
-from apex.ops.lists.columns import scalar_on
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.storage import ScaledStep
+from apex.ops.lists.tensor_lists import scalar_on
 from apex.ops.lists.unscale import check_and_multiply_
 
 __all__ = ["GradScaler"]

@@ -133,7 +133,7 @@ class OptimizerState:
             raise RuntimeError(
                 "amp: gradients are still scaled inside the scale_loss block. Clip after it."
             )
-        self.ledger.refuse_foreign()
+        self.ledger.refuse_scaled_elsewhere()
         self.ledger.collect()
 
     def clip_fused(self, max_norm: float, *, error_if_nonfinite: bool) -> torch.Tensor | None:
@@ -148,16 +148,16 @@ class OptimizerState:
         if self.ledger.state is State.FOR_STEP:
             self.ledger.unscale_delayed()
 
-    def hand_out(self) -> None:
+    def expose(self) -> None:
         """Let the program have the masters, which count as written until the next forward."""
         params, ledger = self.params, self.ledger
         self.unscale()
         if params.weights:
             params.match_requires_grad()
             params.reconcile(compare=not ledger.has_stepped)
-            params.hand_out()
+            params.expose()
             for record in ledger.records:
-                record.handed_out[id(self)] = params
+                record.exposed[id(self)] = params
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class OptimizerState:
             )
         if self.superseded:
             self.refuse_superseded()
-        self.ledger.refuse_foreign()
+        self.ledger.refuse_scaled_elsewhere()
         if self.ledger.is_captured is not None:
             self._check_both_captured(self.ledger.is_captured)
         if has_closure and self.can_skip():
@@ -385,7 +385,7 @@ class OptimizerState:
 
     def _after_step(self, *, copied: bool) -> None:
         if copied:  # by the step itself
-            self.params.note()
+            self.params.record()
         elif self.params.weights:
             self.params.write()
         self.ledger.after_step()

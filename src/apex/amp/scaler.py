@@ -3,7 +3,7 @@
 The numbers that change (scale, clean steps since it last changed, steps ever counted) are one small
 float32 tensor on the gradients' device, and nothing here waits for the device. The host learns them
 when a step reads whether to skip, in the same transfer. They are always written in place, because a
-CUDA graph goes on reading and writing the memory of its capture. What is handed out is a copy: a
+CUDA graph goes on reading and writing the memory of its capture. What programs get is a copy: a
 pass that began keeps the scale it began with.
 
 * A pass with a non-finite gradient multiplies the scale by ``backoff_factor``, at once.

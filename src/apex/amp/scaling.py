@@ -131,7 +131,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
             self._others = [self._watch_other(one) for one in idle if one not in owners]
 
     def _watch_other(self, ledger: Ledger) -> tuple[Ledger, int, list[torch.Tensor], Any]:
-        """Have the last weight noted when its gradient is written: a hook on each takes 10 us."""
+        """Record the last weight when its gradient is written: a hook on each takes 10 us."""
         written: list[torch.Tensor] = []
         weights = [weight for weight in ledger.params.targets[-1:] if weight.requires_grad]
         hooks: list[Any] = [
@@ -148,7 +148,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
             for hook in hooks:
                 hook.remove()
             if self._reached and began == other.began:  # no block of it, no zero_grad since then
-                other.note_foreign(written)
+                other.record_scaled_elsewhere(written)
         casting.forget_weights()  # a step makes cached casts stale
         this = self._pass
         if this is None:

@@ -341,6 +341,9 @@ class _Explanation:
             return None
         if self._any(run(0.5**_HALVINGS).is_bad()):
             return None
+        # Whether gradients are finite goes from False to True once as the scale is halved, and it
+        # is True after _HALVINGS: bisection runs the step log2 as often. `fewer` is the place in
+        # `halvings`, which begins with 1.
         halvings = range(1, _HALVINGS)
         fewer = bisect_left(halvings, True, key=lambda n: not self._any(run(0.5**n).is_bad()))
         return float(scale * 0.5 ** (fewer + 1))

@@ -1,15 +1,15 @@
-"""What a program computes outside of its model, noted so that it can be run again with its lines.
+"""What a program computes outside of its model, recorded to be run again with its lines.
 
 :class:`Lines` is a function mode of torch. ``apex debug`` turns it on between a step and the first
 forward (the batch is prepared) and between a forward and backward (the loss), and off elsewhere:
-always on, it takes 3 to 5 times a small step. It notes functions, arguments from outside by
-reference, and what was made by weak references. A ``Tape`` is what was noted of one step, and runs
-it again in the order of the program, with the forwards of the watched models in between.
+always on, it takes 3 to 5 times a small step. It records functions, arguments from outside by
+reference, and what was made by weak references. A ``Tape`` is what was recorded of one step, and
+runs it again in the order of the program, with the forwards of the watched models in between.
 
-Not noted: what networks compute that are not watched (modules with parameters); what is inside of a
-function mode of the program; anything once the program has called ``torch.compile``, whose guards
-see function modes; amp's own functions; child processes; random numbers of a generator of the
-program; and what follows 256 functions or 256 MB of arguments and results in a step.
+Not recorded: what networks compute that are not watched (modules with parameters); what is inside
+of a function mode of the program; anything once the program has called ``torch.compile``, whose
+guards see function modes; amp's own functions; child processes; random numbers of a generator of
+the program; and what follows 256 functions or 256 MB of arguments and results in a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from apex.debug.calls import Call, tensors_in, version_of
-from apex.debug.tape import Forward, Noted, Ref, Tape
+from apex.debug.tape import Forward, Recorded, Ref, Tape
 from apex.debug.tensors import tensors_of
 
 _modes: Any = torch.overrides  # without types
@@ -45,7 +45,7 @@ _is_in_place: dict[str, bool] = {}  # name of a function -> whether it writes to
 
 
 class Lines(TorchFunctionMode):
-    """Notes functions on a :class:`Tape` while it is on."""
+    """Records functions on a :class:`Tape` while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Lines(TorchFunctionMode):
     # -- when it is on ---------------------------------------------------------------------------
 
     def on(self) -> None:
-        """Note what the program computes from here on."""
+        """Record what the program computes from here on."""
         if self._is_on or self._is_stopped or self._depth or self._left <= 0 or self._elsewhere():
             return
         if _modes._len_torch_function_stack():
@@ -71,12 +71,12 @@ class Lines(TorchFunctionMode):
         torch_modules._global_forward_hooks[id(self)] = self._leave
 
     def off(self) -> None:
-        """Note nothing from here on."""
+        """Record nothing from here on."""
         if not self._is_on or self._elsewhere():
             return
         depth = _modes._len_torch_function_stack()
         if not any(_modes._get_function_stack_at(i) is self for i in range(depth)):
-            return  # inside of a function that is noted
+            return  # inside of a function that is recorded
         self._is_on = False
         torch_modules._global_forward_pre_hooks.pop(id(self), None)
         torch_modules._global_forward_hooks.pop(id(self), None)
@@ -90,7 +90,7 @@ class Lines(TorchFunctionMode):
             _modes._push_mode(mode)
 
     def stop(self) -> None:
-        """Note nothing any more."""
+        """Record nothing any more."""
         self._is_stopped = True
         self.off()
         torch_modules._global_forward_hooks.pop(id(self), None)  # of a network that has raised
@@ -112,7 +112,7 @@ class Lines(TorchFunctionMode):
             self._network = None
             self.on()
 
-    # -- what is noted ---------------------------------------------------------------------------
+    # -- what is recorded -------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Forget the last step, or what came before a batch or a validation."""
@@ -159,7 +159,7 @@ class Lines(TorchFunctionMode):
             self.tape.losses.append(ref)
 
     def scaled(self, loss: torch.Tensor, scaled: torch.Tensor, scale: Any) -> None:
-        """Note what amp made of a loss, in functions that were not noted."""
+        """Record what amp made of a loss, in functions that were not recorded."""
         if self._is_on and not self._elsewhere() and scaled is not loss:
             self._note(_scale, (loss, scale), {}, [scaled])
 
@@ -191,14 +191,14 @@ class Lines(TorchFunctionMode):
         for one in (*args, *kwargs.values()):
             self._kept(one, others)
         is_known = "generator" not in kwargs and all(one.grad_fn is None for one in others)
-        is_noted = self._keep(target, is_known=is_known)
+        is_recorded = self._keep(target, is_known=is_known)
         result = func(*args, **kwargs)
-        if is_noted:
+        if is_recorded:
             self._note(func, args, kwargs, _tensors(result))
         return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
-        """Note a function, unless it takes what no replay makes."""
+        """Record a function, unless it takes what no replay makes."""
         others: list[torch.Tensor] = []
         args = [self._kept(one, others) for one in args]
         if kwargs:
@@ -211,7 +211,7 @@ class Lines(TorchFunctionMode):
         while frame is not None and _is_of_a_library(frame.f_code.co_filename):
             frame = frame.f_back
         place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-        self.tape.items.append(Noted(func, args, kwargs, self._made(results), *place))
+        self.tape.items.append(Recorded(func, args, kwargs, self._made(results), *place))
 
     def _kept(self, value: Any, others: list[torch.Tensor]) -> Any:
         """An argument with references to what was made; ``others`` are the other tensors in it."""
@@ -250,15 +250,15 @@ class Lines(TorchFunctionMode):
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Note nothing more of this step."""
+        """Record nothing more of this step."""
         self._left = 0
         if self.tape.is_whole:
             self.tape = Tape(is_whole=False)
 
     def _keep(self, target: Any, *, is_known: bool) -> bool:
-        """Copy a tensor of the program before a function writes to it; whether that is noted.
+        """Copy a tensor of the program before a function writes to it; whether that is recorded.
 
-        Not noted: writes to parameters, to ``.data``, ``.grad`` and lists of tensors (masters,
+        Not recorded: writes to parameters, to ``.data``, ``.grad`` and lists of tensors (masters,
         averages of weights), so that nothing that runs again can write to them. They are read as
         they are then. A generator of the program would give other numbers when it runs again.
         """
@@ -282,7 +282,7 @@ class Lines(TorchFunctionMode):
 
 
 def _stop(lines: weakref.ref[Lines]) -> None:
-    """Note nothing in a child process, such as a worker of a DataLoader."""
+    """Record nothing in a child process, such as a worker of a DataLoader."""
     if (here := lines()) is not None:
         here.stop()
 

@@ -1,4 +1,4 @@
-"""What was noted of a step by :class:`apex.debug.lines.Lines`, and how it runs again."""
+"""What was recorded of a step by :class:`apex.debug.lines.Lines`, and how it runs again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from apex.debug.tracing import Trace, show_line
 Ref = weakref.ref  # to what was made, by which a replay finds what it makes in its place
 
 
-class Noted(NamedTuple):
+class Recorded(NamedTuple):
     """A function that a program called, and where.
 
     Tensors that the tape has seen made are references, in ``args`` too: a tensor would keep its
@@ -51,7 +51,7 @@ class Forward(NamedTuple):
 
 @dataclass
 class Tape:
-    """What was noted of one step.
+    """What was recorded of one step.
 
     Attributes:
         items: In order.
@@ -65,7 +65,7 @@ class Tape:
         prepared: How many operations of a trace came before the first forward.
     """
 
-    items: list[Noted | Forward] = field(default_factory=list)
+    items: list[Recorded | Forward] = field(default_factory=list)
     losses: list[Ref[torch.Tensor]] = field(default_factory=list)
     earlier: Tape | None = None
     is_whole: bool = True
@@ -101,7 +101,7 @@ class Tape:
                 self.earlier = None
 
     def can_run(self, last: Call) -> bool:
-        """Whether all was noted up to a forward, and nothing that it reads was written since."""
+        """Whether all was recorded up to a forward, and nothing that it reads was written since."""
         forwards = [i for tape in self._all() for i in tape.items if isinstance(i, Forward)]
         return any(last is item.call for item in forwards) and all(
             tape.is_whole
@@ -136,9 +136,9 @@ class Tape:
         return result
 
     def _run(
-        self, item: Noted | Forward, made: dict[int, torch.Tensor], result: ReplayResult
+        self, item: Recorded | Forward, made: dict[int, torch.Tensor], result: ReplayResult
     ) -> None:
-        if isinstance(item, Noted):
+        if isinstance(item, Recorded):
             self._at(item)
             args, kwargs = tree_map(lambda one: made.get(id(one), one), (item.args, item.kwargs))
             now = tensors_of(item.function(*args, **kwargs))
@@ -158,12 +158,12 @@ class Tape:
             return leaf
         return made.get(id(self.ref(leaf)), made.get(id(leaf), leaf))
 
-    def _at(self, item: Noted | None) -> None:
+    def _at(self, item: Recorded | None) -> None:
         if self.trace is not None:
             self.trace.at = show_line(item.code, _line(item)) if item and item.code else ""
 
 
-def _line(item: Noted) -> int:
+def _line(item: Recorded) -> int:
     """The line of an instruction; looked up in a replay, since it takes 1 us in a long function."""
     assert item.code is not None
     lines = item.code.co_lines()

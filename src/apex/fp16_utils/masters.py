@@ -129,7 +129,7 @@ class MasterOptimizer(WrappedOptimizer):
         self._pairs.reconcile()
         both = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
         self._pairs = Pairs([(weight, Master(master)) for weight, master in both])
-        self._pairs.note()
+        self._pairs.record()
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler patches the object's step, with the object inside.

@@ -81,6 +81,11 @@ def backward(
         return [din2, None]
     din1, (rows, columns), (height, width) = torch.empty_like(in1), in1.shape, _tile(in1.shape[1])
     if rows:
+        # Rows that chose the same row of ``in1`` are a segment of the sorted index. Each row of
+        # ``in1`` finds where its segment begins by bisection, which gives an empty one to those
+        # that none has chosen, and leaves indices out that are outside of ``in1``. So a program
+        # adds up one row of the gradient, in the order of the rows of ``dy`` (the sort is stable):
+        # without atomics, and with the same bits at each call.
         sorted_index, order = index.long().sort(stable=True)
         firsts = torch.searchsorted(sorted_index, torch.arange(rows + 1, device=index.device))
         grid = (rows, cdiv(columns, width))

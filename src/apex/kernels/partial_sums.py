@@ -37,12 +37,19 @@ def reduced(values, LARGEST: tl.constexpr):
 def segment_kernel(
     partial_ptr, firsts_ptr, out_ptr, SUMS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add up a tensor's partial sums, ``BLOCK`` at a time; the arguments are those of `summed`."""
+    """Add up the partial sums of a tensor, its segment; the arguments are those of `summed`.
+
+    Programs of `list_kernel` are numbered tensor by tensor, so the rows of a tensor follow each
+    other: ``firsts`` has where each segment begins, and behind the last one where it ends. Nothing
+    has to be searched, and a program adds up its segment in the same order at each call.
+    """
     tensor = tl.program_id(0).to(tl.int64)
     first = tl.load(firsts_ptr + tensor)
     last = tl.load(firsts_ptr + tensor + 1)
     lanes = tl.arange(0, BLOCK)
     for i in tl.static_range(SUMS):
+        # Each lane adds every BLOCK-th row; the lanes are added up at the end. A row behind the
+        # segment counts as 0, which changes no sum, and no largest magnitude either.
         total = tl.zeros((BLOCK,), tl.float32)
         for at in range(first, last, BLOCK):
             rows = at + lanes

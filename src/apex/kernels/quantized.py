@@ -1,4 +1,4 @@
-"""One launch over lists of tensors of which some are held in 8 bits, for any update.
+"""One launch over lists of tensors of which some are quantised to 8 bits, for any update.
 
 As :mod:`apex.kernels.multi_tensor`, with its updates and codecs. Between memory and a codec, a
 column of codes becomes float32 on the way in, and codes and ``absmax`` on the way out. So each
@@ -50,16 +50,17 @@ def _quantized(
     absmax = tl.where(largest < TINY, 0.0, absmax)
     # A division for each block: one for each element would be a fifth of Adam's instructions.
     inverse = tl.where(absmax > 0, tl.div_rn(1.0, tl.where(absmax > 0, absmax, 1.0)), 0.0)
+    # Added to the bits, the number of their cell leaves the code in the upper half: `CodeTables`.
     bits = (value * _spread(inverse, BLOCK, WIDTH)).to(tl.uint32, bitcast=True)
     found = tl.load(cells_ptr + (bits >> 16)).to(tl.uint32, bitcast=True) + bits
     return (found >> 16).to(tl.uint8), absmax
 
 
 @triton.jit
-def _held_tile(
+def _quantized_tile(
     pointers, absmax, first, blocks, offsets, mask, index, scalars, seed, meanings, cells,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, STORES: tl.constexpr,
-    SUMS: tl.constexpr, HELD: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    SUMS: tl.constexpr, QUANTIZED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Update the blocks from ``first`` on, of ``blocks``."""
@@ -70,9 +71,9 @@ def _held_tile(
             read = tl.load(pointers[i] + offsets, mask=mask, other=0)
         else:
             read = tl.load(pointers[i] + offsets)
-        if HELD[i] >= 0:
-            largest = tl.load(absmax[HELD[i]] + number, mask=number < blocks, other=0.0)
-            value = tl.load(meanings[HELD[i]] + read.to(tl.int32))
+        if QUANTIZED[i] >= 0:
+            largest = tl.load(absmax[QUANTIZED[i]] + number, mask=number < blocks, other=0.0)
+            value = tl.load(meanings[QUANTIZED[i]] + read.to(tl.int32))
             raw = raw + (value * _spread(largest, BLOCK, WIDTH),)
         else:
             raw = raw + (read,)
@@ -80,11 +81,11 @@ def _held_tile(
     new = ENCODE(raw, values, UPDATE(values, scalars), index, seed)
     for i in tl.static_range(len(STORES)):
         stored = new[STORES[i][1]]
-        if HELD[STORES[i][0]] >= 0:
+        if QUANTIZED[STORES[i][0]] >= 0:
             stored, largest = _quantized(
-                stored, mask, cells[HELD[STORES[i][0]]], MASKED, BLOCK, WIDTH
+                stored, mask, cells[QUANTIZED[STORES[i][0]]], MASKED, BLOCK, WIDTH
             )
-            tl.store(absmax[HELD[STORES[i][0]]] + number, largest, mask=number < blocks)
+            tl.store(absmax[QUANTIZED[STORES[i][0]]] + number, largest, mask=number < blocks)
         pointer = pointers[STORES[i][0]] + offsets
         if MASKED:
             tl.store(pointer, stored, mask=mask)
@@ -100,12 +101,12 @@ def _held_tile(
 
 
 @triton.jit
-def held_kernel(
+def quantized_kernel(
     blocks_ptr, numels_ptr, tables, scalar_args, seed_ptr, noop_ptr, partial_ptr, flag_ptr,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, COLUMNS: tl.constexpr,
     STORES: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, SUMS: tl.constexpr,
     LARGEST: tl.constexpr, FLAGS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, lengths_ptr, absmaxes, values, cells, HELD: tl.constexpr,
+    BLOCK: tl.constexpr, lengths_ptr, absmaxes, values, cells, QUANTIZED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Run ``UPDATE`` over every element of every tensor of the columns; ``FLAGS`` are not set.
@@ -113,10 +114,10 @@ def held_kernel(
     Args that `multi_tensor.list_kernel` does not have:
         numels_ptr: int64, lanes of each tensor: `WIDTH` for each block.
         lengths_ptr: int64, elements of a row of each tensor.
-        absmaxes: For each column that is held the addresses of its ``absmax``.
-        values: For each column that is held what codes stand for.
-        cells: For each column that is held the cells by which codes are found.
-        HELD: For each column which of those that are held it is, or -1.
+        absmaxes: For each quantised column the addresses of its ``absmax``.
+        values: For each quantised column what codes stand for.
+        cells: For each quantised column the cells by which codes are found.
+        QUANTIZED: For each column which of the quantised ones it is, or -1.
     """
     program = tl.program_id(0).to(tl.int64)
     if noop_ptr is not None:
@@ -150,9 +151,9 @@ def held_kernel(
         for i in tl.static_range(len(COLUMNS)):
             whole = whole + (pointers[i] + start,)
         for at in range(0, CHUNK, BLOCK):
-            sums = _held_tile(
+            sums = _quantized_tile(
                 whole, absmax, at // WIDTH, CHUNK // WIDTH, at + lanes, None, first + at + lanes,
-                scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, HELD,
+                scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, QUANTIZED,
                 False, BLOCK, WIDTH,
             )  # fmt: skip
             new = ()
@@ -167,10 +168,10 @@ def held_kernel(
             begins = (number - row * in_row) * WIDTH  # in its row
             column = _spread(begins, BLOCK, WIDTH) + lanes % WIDTH
             offsets = _spread(row.to(tl.int64) * length, BLOCK, WIDTH) + column
-            sums = _held_tile(
+            sums = _quantized_tile(
                 pointers, absmax, at // WIDTH, left // WIDTH, offsets,
                 (column < length) & (at + lanes < left), first + at + lanes,
-                scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, HELD,
+                scalars, seed, values, cells, UPDATE, DECODE, ENCODE, STORES, SUMS, QUANTIZED,
                 True, BLOCK, WIDTH,
             )  # fmt: skip
             new = ()
@@ -183,7 +184,7 @@ def held_kernel(
 
 def more(
     columns: int,
-    held: Sequence[int],
+    quantized: Sequence[int],
     absmax: Sequence[Table],
     values: Sequence[torch.Tensor],
     cells: Sequence[torch.Tensor],
@@ -193,19 +194,19 @@ def more(
 
     Args:
         columns: How many there are.
-        held: Numbers of those that are held in 8 bits.
+        quantized: Numbers of those that are quantised.
         absmax: Of each of these, the addresses of the largest magnitudes.
         values: Of each, what codes stand for.
         cells: Of each, the cells by which codes are found.
         lengths: Elements of a row of each tensor.
     """
-    places = {column: place for place, column in enumerate(held)}
+    places = {column: place for place, column in enumerate(quantized)}
     arguments = {
         "lengths_ptr": lengths.on_device,
         "absmaxes": tuple(table.on_device for table in absmax),
         "values": tuple(values),
         "cells": tuple(cells),
-        "HELD": tuple(places.get(number, -1) for number in range(columns)),
+        "QUANTIZED": tuple(places.get(number, -1) for number in range(columns)),
         "WIDTH": WIDTH,
     }
-    return {"kernel": held_kernel, "more": arguments}
+    return {"kernel": quantized_kernel, "more": arguments}

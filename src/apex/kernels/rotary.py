@@ -48,7 +48,7 @@ def rotary_kernel(
         cos_2 = tl.load(cos_ptr + table + HALF + lanes, lanes < HALF)[None, :]
         sin_1 = tl.load(sin_ptr + table + lanes, lanes < HALF)[None, :]
         sin_2 = tl.load(sin_ptr + table + HALF + lanes, lanes < HALF)[None, :]
-        if BACK:
+        if BACK:  # the transpose of (cos_1, -sin_1; sin_2, cos_2)
             sin_1, sin_2 = -sin_2, -sin_1
         for start in range(0, heads, HEADS):
             head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]

@@ -18,9 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists import columns
-from apex.ops.lists.columns import Column, flag_on, local_parts, refuse_nested, scalar_on
+from apex.ops.lists import tensor_lists
 from apex.ops.lists.metadata import of_metadata
+from apex.ops.lists.tensor_lists import TensorList, flag_on, local_parts, refuse_nested, scalar_on
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -166,7 +166,7 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
 
 
 @of_metadata
-def _fit_as_they_are(columns: Sequence[Column]) -> bool:
+def _fit_as_they_are(columns: Sequence[TensorList]) -> bool:
     """Whether nothing is to be refused or viewed."""
     if not columns[0] or len({*map(len, columns)}) > 1:
         return False
@@ -182,7 +182,7 @@ def _fit_as_they_are(columns: Sequence[Column]) -> bool:
 
 
 def _check_tensor(
-    name: str, where: str, tensor: torch.Tensor, first: torch.Tensor, beside: torch.Tensor
+    name: str, where: str, tensor: torch.Tensor, first: torch.Tensor, of_list_0: torch.Tensor
 ) -> None:
     if tensor.layout != torch.strided or not _is_taken(tensor):
         raise RuntimeError(
@@ -194,10 +194,10 @@ def _check_tensor(
             "A tensor was not on the same device as the first tensor. "
             f"{name}, {where}: {tensor.device}; the first tensor is on {first.device}."
         )
-    if tensor.numel() != beside.numel():
+    if tensor.numel() != of_list_0.numel():
         raise RuntimeError(
             f"Size mismatch: {name}, {where} has {tensor.numel()} elements; the tensor of list 0 "
-            f"has {beside.numel()}."
+            f"has {of_list_0.numel()}."
         )
     if not tensor.is_floating_point():
         kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
@@ -234,7 +234,7 @@ def flag_to_set(flag: torch.Tensor, device: torch.device) -> AbstractContextMana
     first = flag.detach().reshape(-1)[:1]
     if first.numel() != 1:
         raise RuntimeError("The noop_flag is empty; a tensor of one element is needed.")
-    return columns.flag_to_set(first, device)
+    return tensor_lists.flag_to_set(first, device)
 
 
 def flag_to_read(flag: torch.Tensor, device: torch.device) -> torch.Tensor:

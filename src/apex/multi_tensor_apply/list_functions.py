@@ -19,11 +19,11 @@ from apex.multi_tensor_apply.list_arguments import (
     numbers_of,
     one_each,
 )
-from apex.ops.lists.columns import Scalar, grouped, taken
 from apex.ops.lists.multi_tensor import run
 from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
+from apex.ops.lists.tensor_lists import Scalar, grouped, taken
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates.adagrad import Adagrad, adagrad_
 from apex.ops.updates.adam import Adam, adam_, unbiased

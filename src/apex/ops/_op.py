@@ -47,6 +47,10 @@ class op:  # lower case, like torch.autocast: used as a function
 
     :mod:`apex.ops._thresholds` says from how many elements on an eager call takes the kernel.
 
+    A schema, a definition and ``grads`` make an operation that has a kernel. Of the other nine
+    options the ones about the backward (``saves``, ``gradient``, ``allocate``) belong together, and
+    those about the path (``kernel``, ``pieces``, ``takes``, ``compiles_to_operator``).
+
     Args:
         schema: ``name(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor more)``, without
             defaults: arguments, the result, and what the forward computes for the backward besides.
@@ -99,36 +103,54 @@ class op:  # lower case, like torch.autocast: used as a function
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
         self.constants = [name for name in arguments if name not in self.tensors]
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
+        # Pieces that say from which size on they serve (``above``) stand beside a kernel; others
+        # replace it.
         always = pieces is not None and not hasattr(pieces, "above")
         self._kernel_file = "" if always else f"apex.kernels.{kernel or self.name}"
-        #: Whether every call needs the kernel or pieces.
+        #: Whether every call needs the kernel or pieces: autograd saves what the definition reads,
+        #: so an operation that is not to save a tensor with a gradient never takes the definition.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
         self.least = 1 if self.own_backward else LEAST.get(self.name, sys.maxsize)
-        # Positions among the arguments, and results behind them.
+        self._find_positions()
+        self._define_operators(schema, arguments)
+        # For eager calls. The function is made once and what computes is chosen for each call, so
+        # `apply` has an argument behind those of the schema, and the backward a None for it.
+        methods = {
+            "forward": staticmethod(self._computed_and_saved),
+            "backward": staticmethod(lambda *args: (*self._gradients(*args), None)),
+        }
+        self._function: Any = type(self.name, (torch.autograd.Function,), methods)
+
+    def _find_positions(self) -> None:
+        """Turn names into positions among the arguments and, behind them, the results."""
         known = [*self.names, *self.results]
         self._at_tensors = [known.index(name) for name in self.tensors]
         self._at_saves = [known.index(name) for name in self.saves]
         self._at_constants = [known.index(name) for name in self.constants]
-        self._at_grads = [known.index(name) for name in grads]
+        self._at_grads = [known.index(name) for name in self.grads]
         self._at_others = [i for i in self._at_tensors if i not in self._at_grads]
+        #: Names of what a backward is given, in this order: tensors, then constants.
         self._saved = [*self.saves, *self.constants]
-        self.operator = _define(schema, self.run, self._allocate)
+
+    def _define_operators(self, schema: str, arguments: dict[str, str]) -> None:
+        """Define ``apex::name`` and ``apex::name_backward``, its gradient.
+
+        The second takes ``dy``, which gradients are needed, and what is saved; it returns a tensor
+        for each of ``grads``, of no elements where none is needed.
+        """
         kinds = {**dict.fromkeys(self.results, "Tensor"), **arguments}
+        saved = ", ".join(f"{kinds[name]} {name}" for name in self._saved)
+        several = ", ".join(["Tensor"] * len(self.grads))
+        found = f"({several})" if len(self.grads) > 1 else "Tensor"
+        self.operator = _define(schema, self.run, self._allocate)
         self.backward_operator = _define(
-            f"{self.name}_backward(Tensor dy, bool[] needs, "
-            f"{', '.join(f'{kinds[name]} {name}' for name in self._saved)}) -> "
-            + (f"({', '.join(['Tensor'] * len(grads))})" if len(grads) > 1 else "Tensor"),
+            f"{self.name}_backward(Tensor dy, bool[] needs, {saved}) -> {found}",
             self._run_backward,
             self._empty_gradients,
         )
         register_autograd(
             self.operator, self._gradients, setup_context=self._save_for_operator, lib=_LIBRARY
         )
-        methods = {
-            "forward": staticmethod(self._computed_and_saved),
-            "backward": staticmethod(lambda *args: (*self._gradients(*args), None)),
-        }
-        self._function: Any = type(self.name, (torch.autograd.Function,), methods)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -358,10 +380,10 @@ class op:  # lower case, like torch.autocast: used as a function
         return dict(zip(views, found, strict=True))
 
 
-def _call(function: Callable[..., Any], beside: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    if not beside.is_cuda:
+def _call(function: Callable[..., Any], first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not first.is_cuda:
         return function(*args, **kwargs)
-    with torch.cuda.device(beside.device):  # Triton launches there
+    with torch.cuda.device(first.device):  # Triton launches there
         return function(*args, **kwargs)
 
 

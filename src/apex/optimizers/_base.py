@@ -23,11 +23,11 @@ from torch.amp.grad_scaler import OptState
 
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
-from apex.ops.lists.columns import OWN_MEMORY, Scalar, are_real_and_strided
 from apex.ops.lists.overlaps import own_copies, write_back
-from apex.ops.lists.phases import Kind, Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
+from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
 from apex.ops.lists.storage import ScaledStep, StepOptions
+from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, are_real_and_strided
 from apex.optimizers._launches import (
     GroupGrads,
     Launch,
@@ -64,7 +64,7 @@ class FusedOptimizer(StatefulOptimizer):
             masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
             :mod:`apex.ops.lists.storage`.
         state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
-            or more, are held in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
+            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
         defaults: Of this base alone: values of the group's numbers.
 
     Raises:
@@ -74,7 +74,7 @@ class FusedOptimizer(StatefulOptimizer):
     """
 
     # How one launch is stepped, and the type of the numbers of that.
-    _algorithm: Callable[[Any, Any, StepOptions], Phases | None]
+    _algorithm: Callable[[Any, Any, StepOptions], Stages | None]
     _numbers: Any
 
     set_grad_none = True  # where an older Apex has pickled the whole optimizer
@@ -247,23 +247,23 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _finish(
         self,
-        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        updates: Iterable[tuple[list[torch.Tensor], Stages | None]],
         sharded: Sequence[torch.Tensor],
     ) -> None:
         """Run updates to their ends; ``sharded`` are parameters of which ranks hold parts."""
         if sharded and (kinds := self._kinds()):
             finish_on_shards(updates, sharded, kinds)
         else:
-            for _, phases in updates:
-                if phases is not None:
-                    finish(phases)
+            for _, stages in updates:
+                if stages is not None:
+                    finish(stages)
 
     def _updates(
         self,
         together: Sequence[list[GroupGrads]],
         launches: Iterable[tuple[int, Launch]],
         options: StepOptions,
-    ) -> Iterator[tuple[list[torch.Tensor], Phases | None]]:
+    ) -> Iterator[tuple[list[torch.Tensor], Stages | None]]:
         """Count the step and update each launch; yields its parameters, and the rest to be done."""
         noop = options.noop
         counters = None
@@ -283,7 +283,7 @@ class FusedOptimizer(StatefulOptimizer):
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group
             if self._state_form == "8bit":
-                here = here._replace(held=self._held(launch, self._slots_of(group)))
+                here = here._replace(quantized=self._quantized(launch, self._slots_of(group)))
             if counters is not None:
                 group = counted(together[number], launch, counters)
             yield launch.params, self._update(group, launch, here)
@@ -298,7 +298,10 @@ class FusedOptimizer(StatefulOptimizer):
         """Arguments of :func:`split`, once for all joined groups that have the same slots."""
         kept = [self._slots_of(groups[0].group) for groups in together]
         for slots in dict.fromkeys(kept):
-            some = [groups * (its == slots) for groups, its in zip(together, kept, strict=True)]
+            # Groups with other slots become empty lists: `split` yields the places in `together`.
+            some = [
+                groups if its == slots else [] for groups, its in zip(together, kept, strict=True)
+            ]
             params = [param for groups in some for _, params, _ in groups for param in params]
             grads = [grad for groups in some for _, _, found in groups for grad in found]
             found = self._columns(params, grads, slots, copies, plain=plain)
@@ -327,10 +330,10 @@ class FusedOptimizer(StatefulOptimizer):
         return 0.0
 
     def _kinds(self) -> set[Kind]:
-        """What updates yield of each tensor, see :func:`apex.ops.lists.phases.finish_on_shards`."""
+        """What updates yield of each tensor, see :func:`apex.ops.lists.stages.finish_on_shards`."""
         return set()
 
-    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> Phases | None:
+    def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> Stages | None:
         """Step one launch, or return an update that does.
 
         Args:

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from apex.ops.lists.columns import local
 from apex.ops.lists.placements import described, fits
 from apex.ops.lists.storage import PLAIN
+from apex.ops.lists.tensor_lists import local
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._groups import GroupedOptimizer
 from apex.optimizers._zero import Partition
@@ -93,15 +93,17 @@ class SavedOptimizer(GroupedOptimizer):
         narrow = narrow and self._state_form == "plain"
         return param.dtype if narrow else torch.promote_types(param.dtype, torch.float32)
 
-    def _is_held(self, slot: str, param: torch.Tensor) -> bool:
-        """Whether a slot of a parameter is held in 8 bits."""
+    def _is_quantized(self, slot: str, param: torch.Tensor) -> bool:
+        """Whether a slot of a parameter is quantised to 8 bits."""
         return self._state_form == "8bit" and slot in eight_bit.CODES and eight_bit.is_held(param)
 
     def _entries(
         self, slot: str, value: torch.Tensor, param: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """What the state has for a slot of this value."""
-        return eight_bit.held(value, slot) if self._is_held(slot, param) else {slot: value}
+        return (
+            eight_bit.quantized(value, slot) if self._is_quantized(slot, param) else {slot: value}
+        )
 
     def _with_steps(self, saved: StateDict) -> StateDict:
         """Give groups without parameters the greatest step of all, in a state dict.
@@ -122,7 +124,7 @@ class SavedOptimizer(GroupedOptimizer):
         """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.
 
         Moments keep the dtype they were saved in: torch would round them to the parameter's. Those
-        that were saved in 8 bits become float32 where they are not held so here, and the other way.
+        that were saved in 8 bits become float32 where they are not so here, and the other way.
 
         Raises:
             ValueError: The groups do not fit, or the state needs what this class does not do.
@@ -207,7 +209,7 @@ class SavedOptimizer(GroupedOptimizer):
                 if slot in tensors or eight_bit.absmax_of(slot) not in tensors:
                     missing = f'no "{eight_bit.absmax_of(slot)}"'
                     raise ValueError(
-                        f"{self._name}: the saved {slot} of parameter {number} is held in 8 bits, "
+                        f"{self._name}: the saved {slot} of parameter {number} is in 8 bits, "
                         f"and there is {'a float32 one too' if slot in tensors else missing}. Load "
                         "the state as it was saved; a gathered one into an optimizer of the same "
                         "state=."
@@ -255,7 +257,7 @@ class SavedOptimizer(GroupedOptimizer):
             here, names = self.state[param], eight_bit.names_of(slot)
             for name in names:
                 here[name] = state[name].detach().to(param.device, copy=True)
-            if not self._is_held(slot, param):
+            if not self._is_quantized(slot, param):
                 here[slot] = eight_bit.value_of(here, slot).to(self._slot_dtype(slot, param))
                 for name in names:
                     del here[name]

@@ -1,4 +1,4 @@
-"""``state="8bit"``: which states are held in 8 bits, and how they are made, saved and loaded.
+"""``state="8bit"``: which states are quantised to 8 bits, and how they are made, saved and loaded.
 
 Instead of ``<slot>`` a state then has ``<slot>_codes``, uint8 of the parameter's shape, and
 ``<slot>_absmax``, see :mod:`apex.ops.lists.quantized`: 2 * (1 + 4/256) bytes a weight for Adam's
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import local
 from apex.ops.lists.quantized import (
     SIGNED,
     UNSIGNED,
@@ -25,9 +24,10 @@ from apex.ops.lists.quantized import (
     quantize,
     row_length,
 )
+from apex.ops.lists.tensor_lists import local
 
 STATES = ("plain", "8bit")
-SMALLEST = 4096  # elements of a tensor whose state is held in 8 bits
+SMALLEST = 4096  # elements of a tensor whose state is quantised to 8 bits
 CODES: Mapping[str, Code] = {
     "exp_avg": SIGNED,
     "momentum_buffer": SIGNED,
@@ -47,7 +47,7 @@ def absmax_of(slot: str) -> str:
 
 
 def names_of(slot: str) -> tuple[str, str]:
-    """The keys of a slot that is held in 8 bits."""
+    """The keys of a slot that is quantised to 8 bits."""
     return codes_of(slot), absmax_of(slot)
 
 
@@ -57,7 +57,7 @@ def absmax_like(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_held(param: torch.Tensor) -> bool:
-    """Whether the state of a parameter is held in 8 bits; of a sharded one the whole counts.
+    """Whether the state of a parameter is quantised to 8 bits; of a sharded one the whole counts.
 
     Not that of a small one, of a vector (rows of one element too), and of float64.
     """
@@ -79,7 +79,7 @@ def check_placement(user: str, param: Any) -> None:
             )
 
 
-def held(value: torch.Tensor, slot: str) -> dict[str, torch.Tensor]:
+def quantized(value: torch.Tensor, slot: str) -> dict[str, torch.Tensor]:
     """The entries of a slot from its value, which may be a DTensor."""
     codes, absmax = quantize(local(value).float(), CODES[slot])
     shape = absmax_shape(value.shape)
@@ -90,7 +90,7 @@ def held(value: torch.Tensor, slot: str) -> dict[str, torch.Tensor]:
 
 
 def value_of(state: Mapping[str, Any], slot: str) -> torch.Tensor:
-    """The float32 value of a slot that is held in 8 bits."""
+    """The float32 value of a slot that is quantised to 8 bits."""
     codes = state[codes_of(slot)]
     value = dequantize(local(codes), local(state[absmax_of(slot)]), CODES[slot])
     return _placed(codes, value, codes.shape)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
-from apex.ops.lists.columns import refuse_nested
 from apex.ops.lists.placements import is_partial
 from apex.ops.lists.storage import STORAGES, Storage
+from apex.ops.lists.tensor_lists import refuse_nested
 from apex.optimizers._eight_bit import STATES, check_placement
 
 HALF = (torch.float16, torch.bfloat16)
@@ -29,7 +29,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         params: Parameters or groups.
         defaults: Values of the group's numbers.
         storage: How weights are stored, see :mod:`apex.ops.lists.storage`.
-        state: How the state is held, see :mod:`apex.optimizers._eight_bit`.
+        state: How the state is stored, see :mod:`apex.optimizers._eight_bit`.
 
     Raises:
         ValueError: There is no such storage or state.

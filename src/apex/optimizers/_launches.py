@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import of_one_kind
+from apex.ops.lists.tensor_lists import of_one_kind
 from apex.ops.updates.adam import DeviceSteps
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
@@ -176,10 +176,12 @@ def counted(groups: Sequence[GroupGrads], launch: Launch, counters: Counters) ->
         return numbers
     if not _runtime.waits(step.device):
         return {**numbers, "step": int(step)}
+    # Joined groups may have steps of their own: kernels are given a bias correction for each
+    # tensor, made of `runs`: which of the steps, and for how many tensors in a row.
     counts = counters[id(step)][0]
     places = [counters[id(one.group["step"])][1] for one in groups]
     runs = [(places[0], len(launch.params))]
-    if len({*places}) > 1:
+    if len({*places}) > 1:  # a launch may have fewer tensors than its groups, in their order
         pairs = zip(groups, places, strict=True)
         owners = {id(param): place for one, place in pairs for param in one.params}
         by_owner = groupby(owners[id(param)] for param in launch.params)
@@ -218,7 +220,7 @@ def split(
     Args:
         params: The parameters.
         columns: Gradients, weights and every slot.
-        extra: What is stored beside each weight; ``None`` for nothing at all.
+        extra: What is stored in addition to each weight; ``None`` for nothing at all.
         is_uniform: Whether all of it is known to have one device, and one dtype for each column.
         sizes: How many parameters each list of joined groups has, one list after the other.
 
@@ -230,8 +232,8 @@ def split(
         for number, size in enumerate(sizes):
             part = slice(start, start := start + size)
             if size:
-                beside: Any = None if extra is None else list(extra[part])
-                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], beside)
+                some: Any = None if extra is None else list(extra[part])
+                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], some)
         return
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
@@ -246,5 +248,5 @@ def split(
         members.setdefault(kind, []).append(number)
     for chosen in members.values():
         listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
-        beside = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
-        yield owners[chosen[0]], Launch(listed, picked, beside or None)
+        some = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
+        yield owners[chosen[0]], Launch(listed, picked, some or None)

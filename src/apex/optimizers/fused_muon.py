@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Scalar, local
-from apex.ops.lists.phases import Phases
 from apex.ops.lists.placements import is_sharded
+from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.tensor_lists import Scalar, local
 from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.muon import Muon, begin_, finish_
 from apex.optimizers._base import FusedOptimizer
@@ -46,10 +46,12 @@ class _Waiting(NamedTuple):
         params, *columns = (
             [column[n] for n in positions] for column in (self.launch.params, *self.launch.columns)
         )
-        extra, held = self.options.extra, self.options.held
+        extra, quantized = self.options.extra, self.options.quantized
         options = self.options._replace(
             extra=extra and [extra[n] for n in positions],
-            held=tuple(one._replace(absmax=[one.absmax[n] for n in positions]) for one in held),
+            quantized=tuple(
+                one._replace(absmax=[one.absmax[n] for n in positions]) for one in quantized
+            ),
         )
         return _Waiting(Launch(params, columns), self.hyper, options)
 
@@ -286,7 +288,7 @@ class FusedMuon(FusedOptimizer):
 
     def _finish(
         self,
-        updates: Iterable[tuple[list[torch.Tensor], Phases | None]],
+        updates: Iterable[tuple[list[torch.Tensor], Stages | None]],
         sharded: Sequence[torch.Tensor],
     ) -> None:
         super()._finish(updates, sharded)

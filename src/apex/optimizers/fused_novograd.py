@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.lists.columns import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
-from apex.ops.lists.phases import Kind
-from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_phases
+from apex.ops.lists.stages import Kind
+from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
+from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_stages
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._eight_bit import is_code
 
@@ -52,7 +52,7 @@ class FusedNovoGrad(FusedOptimizer):
     slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
     reg_inside_moment, moment_mode = False, 1
-    _algorithm, _numbers = staticmethod(novograd_phases), NovoGrad
+    _algorithm, _numbers = staticmethod(novograd_stages), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
 
@@ -115,7 +115,7 @@ class FusedNovoGrad(FusedOptimizer):
         for group in self.param_groups:
             if not any("norm" in self.state.get(param, {}) for param in group["params"]):
                 # NVIDIA's have norms in their groups alone
-                _hand_out(group, self.state, {param: param.dtype for param in group["params"]})
+                _split_norms(group, self.state, {param: param.dtype for param in group["params"]})
         self._join_kept_norms()
 
     # -- the norms ---------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class FusedNovoGrad(FusedOptimizer):
         found = super()._from_torch(state_dict)
         dtypes = {number: param.dtype for number, param, _ in self._saved_states(found)}
         for group in found["param_groups"]:
-            _hand_out(group, found["state"], dtypes)
+            _split_norms(group, found["state"], dtypes)
             group.pop("exp_avg_sq", None)
         return found
 
@@ -218,7 +218,7 @@ def _is_begun(state: Mapping[str, Any]) -> bool:
     return "exp_avg" in state or is_code(state, "exp_avg")
 
 
-def _hand_out(
+def _split_norms(
     group: dict[str, Any], states: Mapping[Any, Any], dtypes: Mapping[Any, torch.dtype]
 ) -> None:
     """Give the states of parameters the norms that their group has, if it has any."""

@@ -12,9 +12,9 @@ from torch.optim.optimizer import required
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops import _runtime
-from apex.ops.lists.columns import Scalar
 from apex.ops.lists.quantized import NEGATIVE_ZERO
 from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
@@ -127,7 +127,7 @@ class FusedSGD(FusedOptimizer):
             The buffers, and whether all of them are new.
 
         Raises:
-            RuntimeError: Buffers are held in 8 bits.
+            RuntimeError: Buffers are quantised to 8 bits.
         """
         if self._state_form == "8bit":
             raise RuntimeError(
@@ -202,6 +202,6 @@ class FusedSGD(FusedOptimizer):
 
 def _is_new(buffer: torch.Tensor) -> torch.Tensor:
     """Whether a buffer has elements and no history: all are -0.0."""
-    if buffer.dtype == torch.uint8:  # held in 8 bits
+    if buffer.dtype == torch.uint8:  # quantised to 8 bits
         return buffer.eq(NEGATIVE_ZERO).all() & bool(buffer.numel())
     return (buffer.eq(0) & buffer.signbit()).all() & bool(buffer.numel())

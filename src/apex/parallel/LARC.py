@@ -10,11 +10,11 @@ import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.ops import _runtime
-from apex.ops.lists.columns import grouped, local_parts, refuse_nested
 from apex.ops.lists.overlaps import own_copies
-from apex.ops.lists.phases import Phases, finish, finish_on_shards
 from apex.ops.lists.placements import is_sharded, placed
-from apex.ops.updates.larc import SQUARES, larc_phases
+from apex.ops.lists.stages import Stages, finish, finish_on_shards
+from apex.ops.lists.tensor_lists import grouped, local_parts, refuse_nested
+from apex.ops.updates.larc import SQUARES, larc_stages
 
 _own_copies = _runtime.not_compiled(own_copies)
 
@@ -109,13 +109,13 @@ class LARC(WrappedOptimizer):
     def _scale_gradients(self, decays: list[Any]) -> None:
         every = [param for group in self.param_groups for param in group["params"]]
         sharded = [*filter(is_sharded, every)]
-        updates: list[tuple[list[torch.Tensor], Phases]] = []
+        updates: list[tuple[list[torch.Tensor], Stages]] = []
         for group, decay in zip(self.param_groups, decays, strict=True):
             params = [param for param in group["params"] if param.grad is not None]
             grads = placed("LARC", params, [param.grad for param in params])
             columns = [local_parts(grads), local_parts(params)]
             for positions, (some, theirs), _ in grouped(columns) if params else ():
-                phases = larc_phases(
+                stages = larc_stages(
                     some,
                     theirs,
                     lr=group["lr"],
@@ -124,12 +124,12 @@ class LARC(WrappedOptimizer):
                     eps=self.eps,
                     clip=bool(self.clip),
                 )
-                updates.append(([params[i] for i in positions], phases))
+                updates.append(([params[i] for i in positions], stages))
         if sharded:
             finish_on_shards(updates, sharded, [SQUARES])
             return
-        for _, phases in updates:
-            finish(phases)
+        for _, stages in updates:
+            finish(stages)
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:

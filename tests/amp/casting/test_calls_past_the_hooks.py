@@ -1,6 +1,7 @@
 """Calls and conversions past the hooks of an initialised model: right, or amp's own text."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from tests.amp import levels
 from tests.amp.levels import LEVELS, MODEL
-from tests.amp.training import scaled_backward
+from tests.amp.training import scaled_backward, sgd, started
 
 
 def start(level, kind=nn.Sequential):
@@ -60,7 +61,7 @@ def _swaps():
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_conversions_that_swap_weights(level):
     model = nn.Linear(2, 1, bias=False)
-    model, optimizer = levels.start(level, model, loss_scale=8.0)
+    model, optimizer = started(level, model, functools.partial(sgd, lr=0.5), loss_scale=8.0)
     for _ in range(2):
         model.load_state_dict({"weight": torch.zeros(1, 2)})
         model.double().float()

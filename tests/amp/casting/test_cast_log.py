@@ -1,6 +1,7 @@
 """The lines that ``verbosity=2`` speaks, one for each tensor that is cast."""
 
 import collections
+import functools
 import logging
 import threading
 
@@ -12,7 +13,7 @@ from torch import nn
 from apex import amp
 from apex.amp import _speech
 from tests.amp import levels
-from tests.amp.training import scaled_backward
+from tests.amp.training import scaled_backward, sgd, started
 
 from .functions import calls, convert
 
@@ -59,7 +60,7 @@ def iterate(model, optimizer):
 
 
 def start(verbosity, level="O1"):
-    return levels.start(level, Net(), lr=0.01, verbosity=verbosity)
+    return started(level, Net(), functools.partial(sgd, lr=0.01), verbosity)
 
 
 def test_the_tutorials_network(lines):

@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.amp.casting import state as casts
-from tests.amp import levels
 from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, autocast_state, product, train_step
-from tests.amp.training import scaled_backward
+from tests.amp.training import scaled_backward, sgd, started
 
 
 class Net(nn.Module):
@@ -36,7 +35,7 @@ class Net(nn.Module):
 
 
 def start(level, model=None, **options):
-    return levels.start(level, Net() if model is None else model, **options)
+    return started(level, Net() if model is None else model, **options)
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -445,7 +444,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
 def test_a_changed_weight_is_used_at_once(level, change):
-    model, optimizer = start(level, lr=0.01, loss_scale=128.0)
+    model, optimizer = start(level, optimizer=functools.partial(sgd, lr=0.01), loss_scale=128.0)
     x = torch.randn(3, 6)
     for grad in (True, False, True):
         before = model.linear.weight.detach().clone()
@@ -600,7 +599,7 @@ def test_backward_functions_written_in_python_are_not_cast():
 
 def test_a_step_makes_the_casts_stale_that_a_programs_own_block_has_cached():
     model = nn.Linear(4, 1, bias=False)
-    model, optimizer = levels.start("O0", model, lr=1.0)
+    model, optimizer = started("O0", model, functools.partial(sgd, lr=1.0))
     x = torch.ones(1, 4)
     with torch.autocast("cpu", torch.bfloat16):
         scaled_backward(F.linear(x, model.weight).sum(), optimizer)

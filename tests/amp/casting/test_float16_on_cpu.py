@@ -12,8 +12,8 @@ from torch import nn
 from apex import amp, fp16_utils
 from apex.amp.casting import cpu_float16
 from apex.bench.training import process_state
-from tests.amp.levels import cast, start
-from tests.amp.training import same
+from tests.amp.levels import cast
+from tests.amp.training import same, started
 from tests.tolerance import RECURRENT_16_BIT, ROUNDED_ONCE, assert_close_in_rms
 
 
@@ -251,7 +251,7 @@ def test_what_is_left_alone():
 
 
 def autocast_at_o4():
-    start("O4", nn.Linear(2, 2))
+    started("O4", nn.Linear(2, 2))
     assert not cpu_float16.is_on()
     with amp.autocast(dtype=torch.float16):
         pass
@@ -294,7 +294,7 @@ def test_what_autograd_saves_stays_float16():
 
 
 BEGINNINGS = {
-    **{level: lambda level=level: start(level, nn.Linear(2, 2)) for level in ("O1", "O2", "O3")},
+    **{level: lambda level=level: started(level, nn.Linear(2, 2)) for level in ("O1", "O2", "O3")},
     "init": amp.init,
     "autocast": amp.autocast()(lambda: None),
     "autocast at O4": autocast_at_o4,
@@ -317,7 +317,7 @@ def test_on_from_the_first_float16_until_reset(begin):
 
 def test_off_without_float16_and_on_other_devices():
     for level in ("O0", "O4", "O5"):
-        start(level, nn.Linear(2, 2))
+        started(level, nn.Linear(2, 2))
     fp16_utils.convert_network(nn.Linear(2, 2), torch.bfloat16)
     cast("O3", nn.Linear(2, 2, device="meta"))
     assert not cpu_float16.is_on()

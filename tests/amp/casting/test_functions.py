@@ -11,8 +11,8 @@ from apex import amp
 from apex.amp.casting import cpu_float16
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from tests.amp import levels
-from tests.amp.levels import HALF, cast, start
-from tests.amp.training import scaled_backward
+from tests.amp.levels import HALF, cast
+from tests.amp.training import scaled_backward, started
 
 from .functions import calls, convert
 
@@ -263,7 +263,7 @@ def test_prelu_and_bilinear_layers_meet_their_float32_weights(level):
         def forward(self, x):
             return super().forward(x, x)
 
-    model, optimizer = start(level, nn.Sequential(nn.PReLU(), Twice(2, 2, 3)))
+    model, optimizer = started(level, nn.Sequential(nn.PReLU(), Twice(2, 2, 3)))
     x = torch.randn(4, 2, dtype=HALF[level])
     assert model[0](x).dtype == HALF[level]
     scaled_backward(model(x).float().sum(), optimizer)

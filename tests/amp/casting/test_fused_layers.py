@@ -15,7 +15,7 @@ from apex.normalization import (
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
 )
-from tests.amp.training import scaled_backward
+from tests.amp.training import scaled_backward, started
 from tests.tolerance import assert_same_training
 
 LEVELS = {
@@ -56,9 +56,8 @@ class Head(nn.Module):
 
 def _train(model, level, loss):
     """Losses of some steps of SGD."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scale = 128.0 if level in ("O1", "O2") else None  # none is skipped for an overflow
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    model, optimizer = started(level, model, loss_scale=scale)
     data = torch.Generator().manual_seed(1)
     x, targets = torch.randn(64, 16, generator=data), torch.randint(10, (64,), generator=data)
     losses = []

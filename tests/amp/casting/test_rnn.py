@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from apex import amp
 from apex.amp.casting import cpu_float16
-from tests.amp.levels import HALF, assert_same, cast, start, train_step
+from tests.amp.levels import HALF, assert_same, cast, train_step
+from tests.amp.training import sgd, started
 
 
 @pytest.mark.onednn
@@ -84,7 +85,7 @@ class Last(nn.Module):
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 def test_training(kind, level):
-    model, optimizer = start(level, Last(kind), lr=0.01, loss_scale=128.0)
+    model, optimizer = started(level, Last(kind), functools.partial(sgd, lr=0.01), loss_scale=128.0)
     x = torch.randn(5, 16, 4)
     before = model(x).float().square().sum().item()
     for _ in range(10):

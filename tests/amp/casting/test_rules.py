@@ -12,10 +12,9 @@ from torch import nn
 from apex import amp
 from apex.amp.casting import rules
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from tests.amp import levels
 from tests.amp.casting.registrations import DECORATE, REGISTER
 from tests.amp.levels import cast
-from tests.amp.training import scaled_backward
+from tests.amp.training import scaled_backward, started
 
 UNTOUCHED = ["32 16", "16 16", "64 16"]
 
@@ -402,7 +401,7 @@ def test_rules_work_in_an_unpickled_model(tmp_path):
 
 def test_a_registration_after_initialize_is_warned_of():
     """In the loop that it misses; a model that registers before its own ``initialize`` is fine."""
-    model, optimizer = levels.start("O1", nn.Linear(2, 2))
+    model, optimizer = started("O1", nn.Linear(2, 2))
     amp.register_float_function(torch, "sigmoid")
     loss = torch.ones((), requires_grad=True)
     with pytest.warns(UserWarning, match=r"torch.sigmoid was registered after amp.initialize"):
@@ -432,7 +431,7 @@ LATE = "Criterion.loss was registered after amp.initialize"
 
 def late_registration():
     """A training that began before its function was registered."""
-    model, optimizer = levels.start("O1", Criterion())
+    model, optimizer = started("O1", Criterion())
     amp.register_float_function(Criterion, "loss")
     return model, optimizer
 
@@ -453,16 +452,16 @@ def test_a_registration_after_initialize_holds_from_the_next_init_on():
 def test_a_registration_that_only_a_later_initialize_has_seen_is_warned_of(level):
     """O0 and O2 cast no functions, so that nothing is registered in this thread any more."""
     model, optimizer = late_registration()
-    levels.start(level, nn.Linear(2, 2))
+    started(level, nn.Linear(2, 2))
     with pytest.warns(UserWarning, match=LATE):
         scaled_backward(model(torch.ones(1, 2)), optimizer)
     assert model.seen == torch.float16
 
 
 def test_a_registration_for_another_model_is_not_warned_of():
-    model, optimizer = levels.start("O1", nn.Linear(2, 2))
+    model, optimizer = started("O1", nn.Linear(2, 2))
     amp.register_float_function(Criterion, "loss")
-    other, second = levels.start("O1", Criterion())
+    other, second = started("O1", Criterion())
     for one, its in ((model, optimizer), (other, second)):
         scaled_backward(one(torch.ones(1, 2)).sum(), its)
     assert other.seen == torch.float32

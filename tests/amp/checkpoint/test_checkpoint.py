@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.amp.levels import LEVELS, cast, start
-from tests.amp.training import MASTERED, batches, initialized, net, train
+from tests.amp.levels import LEVELS, cast
+from tests.amp.training import MASTERED, batches, net, started, train
 
 
 def equal(left, right):
@@ -19,7 +19,7 @@ def equal(left, right):
 
 @pytest.mark.parametrize("level", MASTERED)
 def test_weights_loaded_in_mid_training_are_respected(level):
-    model, optimizer = initialized(level, functools.partial(torch.optim.Adam, lr=1e-2))
+    model, optimizer = started(level, optimizer=functools.partial(torch.optim.Adam, lr=1e-2))
     train(model, optimizer, batches(2))
     other = net(9).state_dict()
     model.load_state_dict(other)
@@ -32,7 +32,7 @@ def test_weights_loaded_in_mid_training_are_respected(level):
 
 
 def test_amp_state_is_plain_and_ordered():
-    _ = initialized("O1", num_losses=2)
+    _ = started("O1", num_losses=2)
     amp._amp_state.loss_scalers[1]._loss_scale = 8
     amp._amp_state.loss_scalers[1]._unskipped = 3
     saved = amp.state_dict()
@@ -47,7 +47,7 @@ def test_amp_state_is_plain_and_ordered():
 
 
 def test_loading_goes_by_the_number_in_the_key():
-    _ = initialized("O1", num_losses=2)
+    _ = started("O1", num_losses=2)
     saved = {"loss_scaler1": {"loss_scale": 4.0, "unskipped": 1}}
     saved["loss_scaler0"] = {"loss_scale": 2.0, "unskipped": 0, "something": "new"}
     amp.load_state_dict(saved)
@@ -55,7 +55,7 @@ def test_loading_goes_by_the_number_in_the_key():
 
 
 def test_another_number_of_losses_warns_with_both_numbers():
-    _ = initialized("O1", num_losses=2)
+    _ = started("O1", num_losses=2)
     entry = {"loss_scale": 4.0, "unskipped": 1}
     with pytest.warns(UserWarning, match=r"1 entries, while 2"):
         amp.load_state_dict({"loss_scaler1": entry})
@@ -65,13 +65,13 @@ def test_another_number_of_losses_warns_with_both_numbers():
 
 
 def test_a_state_that_is_no_dict_is_refused():
-    _ = initialized("O1")
+    _ = started("O1")
     with pytest.raises(TypeError, match="was a list"):
         amp.load_state_dict([])
 
 
 def test_a_dynamic_state_does_not_make_a_static_scale_dynamic():
-    _ = initialized("O0")
+    _ = started("O0")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 7}})
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
 
@@ -98,7 +98,7 @@ def test_extra_state_and_frozen_weights_pass_through():
 
 def two_trainings(**options):
     scales = (32.0, 64.0)
-    return [start("O1", nn.Linear(2, 2), init_scale=scale, **options) for scale in scales]
+    return [started("O1", nn.Linear(2, 2), init_scale=scale, **options) for scale in scales]
 
 
 def test_each_training_is_saved_and_loaded_by_its_optimizers():
@@ -170,12 +170,12 @@ def test_a_model_that_is_initialised_and_not_trained_does_not_matter(level, seco
 
     def begin():
         def idle():
-            return (
-                start(level, nn.Linear(2, 2)) if second == "encoder" else cast(level, nn.Identity())
-            )
+            if second == "encoder":
+                return started(level, nn.Linear(2, 2))
+            return cast(level, nn.Identity())
 
         before = None if is_first else idle()
-        training = start(level, nn.Linear(2, 2))
+        training = started(level, nn.Linear(2, 2))
         return training, before, idle() if is_first else None
 
     training, *_ = begin()
@@ -193,15 +193,15 @@ def test_a_model_that_is_initialised_and_not_trained_does_not_matter(level, seco
 
 
 def test_a_training_with_a_static_scale_does_not_matter_either():
-    training = start("O1", nn.Linear(2, 2), init_scale=32.0)
-    _ = start("O5", nn.Linear(2, 2)), cast("O1", nn.Linear(2, 2))
+    training = started("O1", nn.Linear(2, 2), init_scale=32.0)
+    _ = started("O5", nn.Linear(2, 2)), cast("O1", nn.Linear(2, 2))
     assert scale_of(amp.state_dict()) == 32.0
     amp.load_state_dict(STATE)
     assert step(*training) == 2.0
 
 
 def test_of_static_scales_the_newest_is_saved_and_none_is_loaded():
-    trainings = [start("O1", nn.Linear(2, 2), loss_scale=scale) for scale in (8.0, 16.0)]
+    trainings = [started("O1", nn.Linear(2, 2), loss_scale=scale) for scale in (8.0, 16.0)]
     step(*trainings[0])
     amp.load_state_dict(STATE)
     step(*trainings[1])
@@ -211,9 +211,9 @@ def test_of_static_scales_the_newest_is_saved_and_none_is_loaded():
 
 def test_the_scalers_shown_are_those_just_made_and_then_those_in_use():
     """Programs set the scale after ``initialize``, and read it in the loop."""
-    first = start("O1", nn.Linear(2, 2), init_scale=32.0)
+    first = started("O1", nn.Linear(2, 2), init_scale=32.0)
     step(*first)
-    second = start("O1", nn.Linear(2, 2), init_scale=64.0)  # the next fold
+    second = started("O1", nn.Linear(2, 2), init_scale=64.0)  # the next fold
     amp._amp_state.loss_scalers[0]._loss_scale = 128.0
     assert scales_of(first, second) == [32.0, 128.0]
     assert step(*first) == 32.0
@@ -226,16 +226,16 @@ def test_the_scalers_shown_are_those_just_made_and_then_those_in_use():
 
 
 def test_loading_for_the_next_fold_leaves_the_one_before_alone():
-    first = start("O1", nn.Linear(2, 2), init_scale=32.0)
+    first = started("O1", nn.Linear(2, 2), init_scale=32.0)
     step(*first)
-    second = start("O1", nn.Linear(2, 2), init_scale=64.0)
+    second = started("O1", nn.Linear(2, 2), init_scale=64.0)
     with pytest.warns(UserWarning, match="a training that had a scale_loss keeps its loss scale"):
         amp.load_state_dict(STATE)
     assert scales_of(first, second) == [32.0, 2.0]
 
 
 def test_the_number_of_losses_may_be_that_of_any_training_that_is_loaded():
-    _ = start("O1", nn.Linear(2, 2), num_losses=2), start("O1", nn.Linear(2, 2))
+    _ = started("O1", nn.Linear(2, 2), num_losses=2), started("O1", nn.Linear(2, 2))
     entry = STATE["loss_scaler0"]
     amp.load_state_dict({"loss_scaler0": entry, "loss_scaler1": entry})
     with pytest.warns(UserWarning, match="3 entries, while 1 loss_scalers"):
@@ -300,7 +300,7 @@ def test_optimizers_of_other_trainings_or_of_none_are_refused():
 
 
 def test_the_scale_goes_from_amp_to_a_grad_scaler_and_back_as_their_errors_say():
-    _, optimizer = start("O1", nn.Linear(2, 2))
+    _, optimizer = started("O1", nn.Linear(2, 2))
     amp.load_state_dict(STATE)
     saved, scaler = amp.state_dict(), amp.GradScaler("cpu")
     with pytest.raises(

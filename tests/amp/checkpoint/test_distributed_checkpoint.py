@@ -8,7 +8,7 @@ from torch import nn
 
 from apex import amp
 from apex.optimizers import FusedAdam
-from tests.amp.training import same, scaled_backward
+from tests.amp.training import same, scaled_backward, started
 
 pytestmark = pytest.mark.dist
 MAKERS = [
@@ -24,8 +24,7 @@ def make(level, maker):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     groups = [{"params": model[:2].parameters()}, {"params": model[2].parameters()}]
-    optimizer = maker(groups, lr=0.01)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+    return started(level, model, maker(groups, lr=0.01), loss_scale=128.0)
 
 
 def train(model, optimizer, steps):

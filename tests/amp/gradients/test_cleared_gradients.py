@@ -1,5 +1,6 @@
 """Gradients that programs clear, share between optimizers, or compute outside of blocks."""
 
+import functools
 import gc
 import math
 import weakref
@@ -9,17 +10,17 @@ import torch
 
 from apex import amp
 from apex.amp.gradients import ledger as ledgers
-from tests.amp.levels import start
 from tests.amp.training import (
     MASTERED,
     batches,
     block,
     copies,
     grads_of,
-    initialized,
     row,
     same,
     scaled_backward,
+    sgd,
+    started,
     step,
     value,
 )
@@ -32,7 +33,7 @@ DYNAMIC = {"loss_scale": "dynamic", "init_scale": 8.0}
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_zero_grad(level, set_to_none):
-    model, optimizer = initialized(level)
+    model, optimizer = started(level)
     (batch,) = batches(1)
     one_pass(model, optimizer, batch)
     first = copies(grads_of(optimizer))
@@ -132,7 +133,7 @@ def test_zeros_in_one_of_two_gradients_drop_nothing(both):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_goes_with_the_gradients_that_zero_grad_zeroes(level):
-    model, optimizer = start(level, torch.nn.Linear(2, 2))
+    model, optimizer = started(level, torch.nn.Linear(2, 2), functools.partial(sgd, lr=0.5))
     for number in (math.inf, 1.0):
         optimizer.zero_grad(set_to_none=False)
         scaled_backward(model(torch.full((1, 2), number)).float().mean(), optimizer)

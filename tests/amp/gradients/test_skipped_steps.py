@@ -1,5 +1,6 @@
 """Gradients that a skipped step has left behind: what programs do with them, and what amp says."""
 
+import functools
 import logging
 import math
 
@@ -12,7 +13,7 @@ from apex.amp import _speech
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedSGD
 from tests.amp.levels import LEVELS
-from tests.amp.training import Delayed, block, copies, row, same, scaled_backward, value
+from tests.amp.training import Delayed, block, copies, row, same, scaled_backward, started, value
 
 MAKE = {"SGD": torch.optim.SGD, "FusedSGD": FusedSGD, "FusedAdam": FusedAdam}
 DYNAMIC = {"loss_scale": "dynamic", "init_scale": 8.0}
@@ -26,11 +27,9 @@ class Program:
         amp.reset()
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        optimizer = make(self.model.parameters(), lr=0.05)
+        make = functools.partial(make, lr=0.05)
         options = {**DYNAMIC, "backoff_factor": 1.0}  # so that all scaled gradients have equal bits
-        _, self.optimizer = amp.initialize(
-            self.model, optimizer, opt_level=level, verbosity=0, **options
-        )
+        _, self.optimizer = started(level, self.model, make, **options)
         self.passes, self.taken = 0, []
 
     def backward(self, **options):

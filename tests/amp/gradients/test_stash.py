@@ -8,7 +8,7 @@ from torch import nn
 
 from apex import amp
 from tests.amp import training
-from tests.amp.training import scaled_backward, sgd
+from tests.amp.training import scaled_backward, sgd, started
 
 FLOAT32 = ["O0", "O1", "O4"]
 CAST = ["O2", "O3", "O5"]
@@ -25,8 +25,7 @@ def ones(shape=(2, 4)):
 
 def start(level, model, params=None, **options):
     optimizer = sgd(model.parameters() if params is None else params, lr=0.25)
-    options = {"loss_scale": SCALE, **options}
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)[1]
+    return started(level, model, optimizer, **{"loss_scale": SCALE, **options})[1]
 
 
 def backward(model, optimizer, factor=1.0, **options):

@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from apex import amp
 from apex.amp.gradients import accumulation
 from tests.amp.levels import MODEL
-from tests.amp.training import MASTERED, scaled_backward
+from tests.amp.training import MASTERED, scaled_backward, started
 
 CAST = list(MODEL)
 VALUE = 0.3  # of weights at first; 0.6 and 1.2 are exact doubles of it in every dtype
@@ -22,9 +22,7 @@ def start(level, make=still):
     amp.reset()
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.constant_(model.weight, VALUE)
-    optimizer = make(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    return model, optimizer
+    return started(level, model, make, loss_scale=8.0)
 
 
 def step(model, optimizer):

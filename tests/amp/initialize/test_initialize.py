@@ -9,7 +9,8 @@ from torch import nn
 from apex import amp
 from apex.amp._initialize import O2StateDictHook, _initialize, applier, to_type
 from apex.amp.frontend import O0, Properties, opt_levels
-from tests.amp.levels import LEVELS, MODEL, cast, start, train_step
+from tests.amp.levels import LEVELS, MODEL, cast, train_step
+from tests.amp.training import started
 
 # cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
 DEFAULTS = {
@@ -75,7 +76,7 @@ def test_half_weights_are_refused_by_name_where_weights_are_float32(level):
 @pytest.mark.parametrize("level", MODEL)
 def test_half_weights_are_taken_with_a_warning_where_the_model_is_cast(level):
     with pytest.warns(UserWarning, match="in 16 bits already"):
-        _, optimizer = start(level, nn.Linear(2, 2).half())
+        _, optimizer = started(level, nn.Linear(2, 2).half())
     if level != "O3":
         assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
 
@@ -129,14 +130,14 @@ def test_cast_model_outputs(level, outputs):
 
 def test_overrides_reach_the_model():
     for dtype, kept in ((torch.float16,) * 2, (torch.bfloat16,) * 2, (False, torch.float32)):
-        model, _ = start("O2", nn.Linear(2, 2), cast_model_type=dtype)
+        model, _ = started("O2", nn.Linear(2, 2), cast_model_type=dtype)
         assert model.weight.dtype == kept
         amp.reset()
-    _, optimizer = start("O2", nn.Linear(2, 2), master_weights=False)
+    _, optimizer = started("O2", nn.Linear(2, 2), master_weights=False)
     assert [p.dtype for p in amp.master_params(optimizer)] == [torch.float16] * 2
     amp.reset()
     for options in ({"patch_torch_functions": False}, {"cast_model_type": torch.float32}):
-        model, _ = start("O1", nn.Linear(2, 2), **options)
+        model, _ = started("O1", nn.Linear(2, 2), **options)
         assert model(torch.ones(1, 2)).dtype == torch.float32
         assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
         amp.reset()
@@ -191,7 +192,7 @@ def test_state_object_is_found_four_ways():
 def test_a_cast_model_that_was_converted_back_says_what_to_do():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     before = model[1].weight.detach().clone()
-    _, optimizer = start("O2", model)
+    _, optimizer = started("O2", model)
     amp.reset()  # what the error recommends
     assert torch.equal(model[1].weight, before)
     cast("O2", model)

@@ -4,6 +4,7 @@ import array
 import collections
 import copy
 import dataclasses
+import functools
 import typing
 
 import numpy
@@ -13,8 +14,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from apex import amp
-from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, cast, start, train_step
-from tests.amp.training import reloaded, same
+from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, cast, train_step
+from tests.amp.training import reloaded, same, sgd, started
 
 COMPUTES = {"O0": torch.float32, **HALF, **MODEL}
 
@@ -379,7 +380,8 @@ def test_a_meta_model():
 def test_a_copy_runs_its_own_weights_at_its_level(level, duplicate):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Softmax(-1))
-    model, optimizer = start(level, model, loss_scale=128.0)
+    make = functools.partial(sgd, lr=0.5)
+    model, optimizer = started(level, model, make, loss_scale=128.0)
     x = torch.randn(4, 2)
     train_step(model, optimizer, x)
     want = model(x)
@@ -391,7 +393,7 @@ def test_a_copy_runs_its_own_weights_at_its_level(level, duplicate):
     assert torch.equal(twin(x)[:, 0], twin(x)[:, 1])
     assert torch.equal(model(x), want)
     before = copy.deepcopy(model.state_dict())
-    twin, optimizer = start(level, twin, loss_scale=128.0)
+    twin, optimizer = started(level, twin, make, loss_scale=128.0)
     train_step(twin, optimizer, x)
     assert twin[0].weight.any()
     assert_same_state(model.state_dict(), before)
@@ -427,7 +429,7 @@ def test_functional_call_uses_the_weights_it_is_given(level):
 def test_state_dict_holds_the_masters(level):
     model = nn.Linear(3, 3)
     weight = model.weight.detach().clone()
-    model, optimizer = start(level, model)
+    model, optimizer = started(level, model, functools.partial(sgd, lr=0.5))
     state = model.state_dict()
     assert torch.equal(state["weight"], weight)
     for _ in range(3):
@@ -448,7 +450,7 @@ def test_state_dict_of_a_part_and_with_keep_vars(level):
 
 
 def test_a_partial_load_leaves_the_rest_alone():
-    model, optimizer = start("O2", nn.Linear(3, 3))
+    model, optimizer = started("O2", nn.Linear(3, 3))
     bias = model.state_dict()["bias"]
     weight = torch.randn(3, 3)
     model.load_state_dict({"weight": weight}, strict=False)

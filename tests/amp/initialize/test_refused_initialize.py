@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from tests.amp.levels import assert_same, autocast_state, start
-from tests.amp.training import scaled_backward
+from tests.amp.levels import assert_same, autocast_state
+from tests.amp.training import scaled_backward, started
 
 
 def sgd(*groups):
@@ -233,7 +233,7 @@ def test_a_failing_init_changes_nothing():
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_a_weight_is_added_once(level):
-    model, optimizer = start(level, nn.Linear(2, 2))
+    model, optimizer = started(level, nn.Linear(2, 2))
     new = nn.Parameter(torch.zeros(2))
     before = objects(model, optimizer)
     for params in (model.weight, [new, new], (p for p in (new, model.bias))):
@@ -245,7 +245,7 @@ def test_a_weight_is_added_once(level):
 
 
 def test_a_weight_beside_its_master_is_refused():
-    model, optimizer = start("O2", nn.Linear(2, 2))
+    model, optimizer = started("O2", nn.Linear(2, 2))
     optimizer.param_groups[0]["params"].append(model.weight)
     with pytest.raises(ValueError, match="itself or its float32 master"):
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)

@@ -19,8 +19,8 @@ from torch import nn
 from apex import amp
 from apex.amp.casting import dispatcher
 from tests.amp import training
-from tests.amp.levels import LEVELS, start
-from tests.amp.training import backward, batches, initialized, same
+from tests.amp.levels import LEVELS
+from tests.amp.training import backward, batches, same, started
 
 MOMENTS = ["in the block", "stepped"]  # each of six caught the same planted bugs
 STEPS = 4
@@ -180,7 +180,7 @@ def test_many_trainings_that_begin_in_threads(level, restless):
 
     def body():
         for _ in range(10):
-            model, _ = start(level, nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]))
+            model, _ = started(level, nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)]))
             assert len(model.state_dict()) == 80
 
     in_threads(*[body] * 4)
@@ -202,7 +202,7 @@ def test_an_initialize_that_fails_undoes_nothing_of_another_thread():
 
     def fail():
         with pytest.raises(ArithmeticError, match="planted"):
-            start("O2", failing)
+            started("O2", failing)
 
     def succeed():
         assert begun.wait(PATIENCE)
@@ -240,11 +240,11 @@ def test_a_thread_waits_while_another_registers_kernels(monkeypatch):
 # -- a later initialize ---------------------------------------------------------------------------
 
 
-disabled = functools.partial(initialized, "O1", enabled=False)
+disabled = functools.partial(started, "O1", enabled=False)
 
 
 def for_the_next_fold():
-    other, optimizer = initialized("O2")
+    other, optimizer = started("O2")
     loss_of(other, optimizer)
     return amp.initialize(other, optimizer, opt_level="O1", verbosity=0)
 
@@ -257,7 +257,7 @@ def loss_of(model, optimizer):
 LATER = {
     "disabled": disabled,
     "next fold": for_the_next_fold,
-    **{level: functools.partial(initialized, level) for level in ("O0", "O1", "O3", "O5")},
+    **{level: functools.partial(started, level) for level in ("O0", "O1", "O3", "O5")},
 }
 
 

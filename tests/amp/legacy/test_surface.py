@@ -14,8 +14,8 @@ from apex import amp
 from apex.amp import handle, opt, scaler
 from apex.amp.frontend import Properties, opt_levels
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from tests.amp.levels import cast, start
-from tests.amp.training import scaled_backward
+from tests.amp.levels import cast
+from tests.amp.training import scaled_backward, started
 
 SIGNATURES = {
     amp.initialize: "models, optimizers=None, enabled=True, opt_level='O1', cast_model_type=None, "
@@ -220,7 +220,7 @@ def test_the_tensor_lists_are_a_snapshot():
 
 
 def test_two_overflows_before_a_step_are_one_line_with_the_scale_then(caplog):
-    model, optimizer = start("O1", nn.Linear(2, 2), verbosity=1)
+    model, optimizer = started("O1", nn.Linear(2, 2), verbosity=1)
     caplog.set_level("INFO")
     for _ in range(2):
         scaled_backward(model(torch.full((1, 2), math.inf)).float().sum(), optimizer)
@@ -234,7 +234,7 @@ def test_two_overflows_before_a_step_are_one_line_with_the_scale_then(caplog):
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_skipped_step_names_the_scaler_of_the_pass_that_overflowed(bad, caplog):
-    model, optimizer = start("O1", nn.Linear(2, 2), num_losses=2, verbosity=1)
+    model, optimizer = started("O1", nn.Linear(2, 2), num_losses=2, verbosity=1)
     caplog.set_level("INFO")
     for loss_id in range(2):
         x = torch.full((1, 2), math.inf if loss_id == bad else 1.0)

@@ -1,14 +1,13 @@
 """An optimizer of another copy of the model is refused; other tensors of its own are not."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
-from apex import amp
-from tests.amp.levels import start
-from tests.amp.training import reloaded, scaled_backward, sgd
+from tests.amp.training import reloaded, scaled_backward, sgd, started
 
 
 def network():
@@ -17,7 +16,7 @@ def network():
 
 
 def initialize(models, optimizers, level="O2"):
-    return amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
+    return started(level, models, optimizers, loss_scale=8.0)
 
 
 def trains(model, optimizer, extra=0.0):
@@ -31,7 +30,9 @@ def trains(model, optimizer, extra=0.0):
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, reloaded])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_copied_pair(level, make_copy):
-    model, optimizer = make_copy(start(level, network(), loss_scale=8.0))
+    model, optimizer = make_copy(
+        started(level, network(), functools.partial(sgd, lr=0.5), loss_scale=8.0)
+    )
     if level == "O2":
         with pytest.raises(ValueError, match="of another copy, or masters that were copied"):
             initialize(model, optimizer, level)

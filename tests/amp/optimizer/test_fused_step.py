@@ -22,12 +22,12 @@ from tests.amp.training import (
     block,
     copies,
     grads_of,
-    initialized,
     no_waits,
     row,
     same,
     scaled_backward,
     spoil,
+    started,
     step,
     value,
 )
@@ -47,7 +47,7 @@ def on(path):
 
 
 def start(level, make=FusedAdam, **options):
-    return initialized(level, functools.partial(make, lr=1e-2, eps=1e-2), **options)
+    return started(level, optimizer=functools.partial(make, lr=1e-2, eps=1e-2), **options)
 
 
 def one(level, **options):

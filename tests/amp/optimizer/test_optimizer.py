@@ -18,12 +18,12 @@ from tests.amp.training import (
     batches,
     block,
     copies,
-    initialized,
     net,
     row,
     same,
     scaled_backward,
     sgd,
+    started,
     step,
     train,
     value,
@@ -31,7 +31,7 @@ from tests.amp.training import (
 
 
 def start(level, make=None, **options):
-    return initialized(level, make or functools.partial(sgd, momentum=0.9), **options)
+    return started(level, optimizer=make or functools.partial(sgd, momentum=0.9), **options)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["scheduler first", "scheduler last"])

@@ -15,12 +15,12 @@ from tests.amp.training import (
     block,
     copies,
     grads_of,
-    initialized,
     net,
     row,
     same,
     sgd,
     spoil,
+    started,
     train,
     value,
 )
@@ -87,7 +87,7 @@ def test_gradients_with_the_negative_bit(level, clip):
     ],
 )
 def test_clipping_by_norm_equals_the_one_in_plain_torch(level, clip, norm_type, overflow):
-    model, optimizer = initialized(level)
+    model, optimizer = started(level)
     plain = Plain(net(), sgd, level)
     overflow = overflow and level in ("O1", "O2")
     norms = []
@@ -189,7 +189,7 @@ def test_torchs_scaler_with_amps_autocast(level):
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [None, True])
 def test_torchs_scaler_is_refused_where_there_are_masters(fused, unscale):
-    model, optimizer = initialized("O2", functools.partial(sgd, fused=fused))
+    model, optimizer = started("O2", optimizer=functools.partial(sgd, fused=fused))
     scaler = amp.GradScaler("cpu")
     ((x, y),) = batches(1)
     before = copies(amp.master_params(optimizer))

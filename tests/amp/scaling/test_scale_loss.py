@@ -11,11 +11,11 @@ from tests.amp.training import (
     backward,
     batches,
     block,
-    initialized,
     row,
     scale_now,
     scaled_backward,
     spoil,
+    started,
     step,
     value,
 )
@@ -46,7 +46,7 @@ def test_delay_overflow_check_keeps_the_scale_and_still_skips():
 
 
 def test_dead_training_says_who_is_to_blame():
-    model, optimizer = initialized("O1", max_skipped_steps=3)
+    model, optimizer = started("O1", max_skipped_steps=3)
     ((x, y),) = batches(1)
     for attempt in range(3):
         backward(model, optimizer, (x, y), spoil)

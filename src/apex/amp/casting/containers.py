@@ -97,6 +97,8 @@ class Walker:
 
     def _container(self, value: Any) -> Any:
         kind = type(value)
+        # Parts are its attributes (`own`, a dict that is walked as one), then its slots, then its
+        # items. A plain dict, list or tuple has items only.
         base: Any = next((base for base in _BASES if issubclass(kind, base)), object)
         own, slots = (None, []) if kind is base else _attributes(value)
         parts = [own, *[slot.__get__(value) for slot in slots]]
@@ -104,6 +106,8 @@ class Walker:
             parts.extend(_items_of(base, value))
         walked = [self(part) for part in parts]
         if all([new is part for new, part in zip(walked, parts, strict=True)]):
+            # Nothing that is seen has changed. A class without such a base, or with its own
+            # `items()`, may keep items where nothing was seen.
             has_own = base is object or (base in _DICTS and kind.items is not base.items)
             return self._items(value) if has_own else value
         result = _made(base, value, walked[1 + len(slots) :])

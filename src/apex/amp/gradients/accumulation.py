@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from apex import _compat
-from apex.ops.lists.columns import OWN_MEMORY, local
+from apex.ops.lists.tensor_lists import OWN_MEMORY, local
 
 IS_SPARSE = operator.attrgetter("is_sparse")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -27,7 +27,7 @@ from apex import _compat
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.pairs import Pairs
 from apex.ops.lists import flat
-from apex.ops.lists.columns import OWN_MEMORY
+from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _active: list[Any] = []  # the wrappers of apex whose forwards run now; torch keeps its own
 
@@ -106,7 +106,7 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
     flat.broadcast([w if master is None else master.tensor for w, master in both], group)
     for weight, master in rows:  # .data: a forward may have saved the weight for its backward
         weight.data.copy_(master.tensor)
-    Pairs(rows).note()
+    Pairs(rows).record()
 
 
 def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) -> None:
@@ -133,7 +133,7 @@ class ForwardRecord:
     """The forwards of one model. A copied or unpickled model has a record of its own.
 
     As a training forward begins, masters and weights are reconciled, the scaled gradients that
-    passes have left on 16-bit weights are cleared, and it is noted who will reduce the gradients.
+    passes have left on 16-bit weights are cleared, and who will reduce the gradients is recorded.
 
     Attributes:
         is_cast: Whether the model is cast to 16 bits, so that it may have masters.
@@ -146,7 +146,7 @@ class ForwardRecord:
         is_used: Whether a pass has ended since the last forward.
         is_compiled: Whether Dynamo has traced a forward: there masters are not reconciled.
         has_taken: By id, whose gradients on 16-bit weights the next forward clears.
-        handed_out: By id, whose masters count as written until the next forward.
+        exposed: By id, whose masters count as written until the next forward.
         may_have_left: Whether a step was skipped, or may have been, whose gradients the program may
             clear without amp's knowledge, by ``model.zero_grad()``.
         is_replayed: Whether apex.debug runs a forward again, which must change nothing.
@@ -160,13 +160,13 @@ class ForwardRecord:
         self.is_used = True
         self.is_compiled = self.is_replayed = self.may_have_left = False
         self.has_taken: dict[int, Pairs] = {}
-        self.handed_out: dict[int, Pairs] = {}
+        self.exposed: dict[int, Pairs] = {}
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._pairs = Pairs([])  # of the model
         self._masters = self._pairs.masters
         self._changes = -1  # of the table, when they were looked up
-        self._had_grad = True  # whether the last noted forward was one with gradients
-        self._traced: bool | None = None  # what a compiled forward has noted
+        self._had_grad = True  # whether the last recorded forward was one with gradients
+        self._traced: bool | None = None  # what a compiled forward has recorded
         self._was_traced = False
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # every DistributedDataParallel
         self._inside: weakref.WeakSet[Any] | None = None  # those that are parts of the model
@@ -185,8 +185,8 @@ class ForwardRecord:
         if self.is_cast:
             if self._model is None and not getattr(model, "_is_replica", False):
                 self._model = weakref.ref(model)
-            while self.handed_out:
-                self.handed_out.popitem()[1].handed_out = False
+            while self.exposed:
+                self.exposed.popitem()[1].exposed = False
             self.reconcile()
         if torch.is_grad_enabled():
             while self.has_taken:

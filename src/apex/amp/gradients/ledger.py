@@ -218,8 +218,8 @@ class Ledger:
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
         is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
         began: How many times a block was opened or gradients were cleared.
-        foreign: Weights with the gradients that a block without this optimizer has written, scaled,
-            and the versions of these.
+        scaled_elsewhere: Weights with the gradients that a block without this optimizer has
+            written, scaled, and the versions of these.
     """
 
     params: Parameters
@@ -238,22 +238,22 @@ class Ledger:
     is_unreduced: bool = False
     is_captured: bool | None = None
     began: int = 0
-    foreign: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
+    scaled_elsewhere: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
     def with_co_owners(self) -> list[Ledger]:
         """This ledger, and those whose optimizers share a parameter."""
         return [self, *self.training.co_owners([self])] if self.training.shared else [self]
 
-    def note_foreign(self, written: list[torch.Tensor]) -> None:
-        """Note that a block without this optimizer has ``written`` gradients, of these weights."""
+    def record_scaled_elsewhere(self, written: list[torch.Tensor]) -> None:
+        """Record that a block without this optimizer has ``written`` gradients of these weights."""
         grads = [(weight, weight.grad) for weight in written if weight.grad is not None]
-        self.foreign = [(weight, grad, grad._version) for weight, grad in grads]
+        self.scaled_elsewhere = [(weight, grad, grad._version) for weight, grad in grads]
 
-    def refuse_foreign(self) -> None:
+    def refuse_scaled_elsewhere(self) -> None:
         """Raise if the gradients are still as a block without this optimizer has left them."""
-        foreign, self.foreign = self.foreign, []
-        if any([end.grad is grad and grad._version == number for end, grad, number in foreign]):
+        written, self.scaled_elsewhere = self.scaled_elsewhere, []
+        if any([end.grad is grad and grad._version == number for end, grad, number in written]):
             raise RuntimeError(
                 "amp: a scale_loss block that was not given this optimizer has written its "
                 "gradients, so they are still multiplied by the loss scale. Pass all optimizers "
@@ -265,7 +265,7 @@ class Ledger:
 
     def open(self, *, stash: bool) -> None:
         """Enter a ``scale_loss`` block."""
-        self.began, self.foreign = self.began + 1, []
+        self.began, self.scaled_elsewhere = self.began + 1, []
         self.params.sync()
         if stash:
             self._stash_gradients()
@@ -433,7 +433,7 @@ class Ledger:
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""
-        self.began, self.foreign = self.began + 1, []
+        self.began, self.scaled_elsewhere = self.began + 1, []
         if self.stash:
             self.stash = Stash()
         self.passes.clear()

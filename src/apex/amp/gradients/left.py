@@ -17,7 +17,7 @@ import torch
 
 from apex.amp.gradients.accumulation import stored_values, zero_where
 from apex.amp.gradients.distributed import agree_
-from apex.ops.lists.columns import local
+from apex.ops.lists.tensor_lists import local
 
 
 class Left:

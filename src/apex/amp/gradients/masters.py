@@ -20,8 +20,8 @@ class Master:
 
     Attributes:
         tensor: float32 leaf, same shape and device as the weight.
-        noted: ``_version`` and address of the weight and of ``tensor`` when the weight last was
-            the rounded tensor; with a fifth entry the tensor was handed out.
+        recorded: ``_version`` and address of the weight and of ``tensor`` when the weight last was
+            the rounded tensor; with a fifth entry the program has the tensor.
         is_stepped: Whether an optimizer steps it; else ``state_dict`` has made it, and it is
             dropped when the weight is written.
         taken: The gradient on the weight that the master's gradient already contains, and
@@ -29,12 +29,12 @@ class Master:
         waiting: ids of the ledgers whose optimizers share this master and have yet to step.
     """
 
-    __slots__ = ("is_stepped", "noted", "taken", "taken_version", "tensor", "waiting")
+    __slots__ = ("is_stepped", "recorded", "taken", "taken_version", "tensor", "waiting")
 
     def __init__(self, tensor: torch.Tensor, *, is_stepped: bool = True) -> None:
         self.tensor = tensor
         self.is_stepped = is_stepped
-        self.noted: tuple[Any, ...] = (None, None, None, None)
+        self.recorded: tuple[Any, ...] = (None, None, None, None)
         self.taken: torch.Tensor | None = None
         self.taken_version = 0
         self.waiting: set[int] = set()
@@ -107,7 +107,7 @@ class MasterTable:
         return found
 
     def add(self, weight: torch.Tensor, value: torch.Tensor, *, is_stepped: bool = True) -> Master:
-        """Make a master of ``value`` for ``weight``, unless it has one; nothing is noted yet."""
+        """Make a master of ``value`` for ``weight``, unless it has one; nothing is recorded yet."""
         with self._lock:
             master: Master | None = self._masters.get(weight)
             if master is None:

@@ -21,7 +21,7 @@ from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.gradients.step_counts import TakenSteps
 from apex.amp.scaler import SCALE
-from apex.ops.lists.columns import local
+from apex.ops.lists.tensor_lists import local
 from apex.ops.lists.unscale import unscale_
 
 
@@ -114,6 +114,10 @@ class Overflow:
         if not passes:
             self.counts.count(True)
             return None
+        # Passes are here because `Pass.finish` put them here with a flag: those of a static scale
+        # have none, and are not. So no value is None (the condition is for the type checker): each
+        # flag has its scaler's scale behind it. All go to the host in one transfer, which waits for
+        # the device: two for each pass would wait as many times.
         device = passes[0].scaler._state.device
         values = [value for one in passes for value in (one.found_inf, one.scaler._state[SCALE])]
         flags = torch.stack([v.to(device, non_blocking=True) for v in values if v is not None])

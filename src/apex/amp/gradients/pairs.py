@@ -1,11 +1,11 @@
 """Pairs of master and model parameters, of an optimizer or a model, and what happens to both.
 
 **Whoever writes to a master so that its** ``_version`` **or its memory changes writes to its
-weight.** Each write of amp's own is noted: both versions and both addresses. The notes are compared
+weight.** Each write of amp's own is recorded: both versions and both addresses. These are compared
 at each forward of the model, at each step and by ``state_dict``:
 
-* A master that has changed is rounded into its weight. One that ``amp.master_params`` handed out
-  counts as changed until the next forward.
+* A master that has changed is rounded into its weight. One that ``amp.master_params`` has exposed
+  to the program counts as changed until the next forward.
 * A weight that has changed is taken over: elements that equal the rounded master keep the master.
 * Where both have changed, elements whose weight is within one rounding of the master keep the
   master. Of the others the weight is taken, with a warning.
@@ -37,7 +37,7 @@ from apex.amp.gradients.accumulation import (
 )
 from apex.amp.gradients.masters import Master, table
 from apex.amp.gradients.stash import Stash
-from apex.ops.lists.columns import OWN_MEMORY
+from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
@@ -47,14 +47,14 @@ _GRAD = operator.attrgetter("grad")
 _WITH_MEMORY = {*OWN_MEMORY, type(None)}
 
 _numbers = itertools.count(1)
-_newest = 0  # the number of the last note
+_newest = 0  # the number of the last record
 
 
 class Pairs:
     """16-bit weights, each with its master; ``tensors`` are the masters' tensors.
 
     Attributes:
-        handed_out: Whether ``amp.master_params`` gave the masters to the program since the last
+        exposed: Whether ``amp.master_params`` gave the masters to the program since the last
             forward: they count as written.
         are_freed: Whether no master has a gradient since the last step.
     """
@@ -63,10 +63,10 @@ class Pairs:
         self.weights = [weight for weight, _ in both]
         self.masters = [master for _, master in both]
         self.tensors = [master.tensor for _, master in both]
-        self.handed_out = self.are_freed = False
+        self.exposed = self.are_freed = False
         self._rows = list(zip(self.weights, self.tensors, self.masters, strict=True))
-        self._seen: tuple[Any, ...] = ()  # versions and addresses that the masters have noted
-        self._number = -1  # of the last note then
+        self._seen: tuple[Any, ...] = ()  # versions and addresses that the masters have recorded
+        self._number = -1  # of the last record then
         self._kept = KeptGradients()
 
     def without(self, done: set[int]) -> Pairs:
@@ -78,49 +78,55 @@ class Pairs:
     # -- values --------------------------------------------------------------------------------
 
     def _now(self) -> tuple[Any, ...]:
-        """The columns of :attr:`Master.noted` as they would be now."""
+        """The columns of :attr:`Master.recorded` as they would be now."""
         weights, tensors = self.weights, self.tensors
         versions = list(map(_VERSION, weights)), list(map(_VERSION, tensors))
         return versions[0], addresses(weights), versions[1], addresses(tensors)
 
-    def note(self) -> None:
-        """Note that every weight is its rounded master now."""
+    def record(self) -> None:
+        """Record that every weight is its rounded master now."""
         global _newest  # noqa: PLW0603
         self._seen = self._now()
-        for master, noted in zip(self.masters, zip(*self._seen, strict=True), strict=True):
-            master.noted = noted
+        for master, recorded in zip(self.masters, zip(*self._seen, strict=True), strict=True):
+            master.recorded = recorded
         self._number = _newest = next(_numbers)
-        if self.handed_out:
-            self.hand_out()
+        if self.exposed:
+            self.expose()
 
-    def hand_out(self) -> None:
+    def expose(self) -> None:
         """Count the masters as written."""
         global _newest  # noqa: PLW0603
-        self.handed_out, self._number = True, -1
+        self.exposed, self._number = True, -1
         _newest = next(_numbers)
         for master in self.masters:
-            master.noted = (*master.noted[:4], "handed out")
+            master.recorded = (*master.recorded[:4], "exposed")
 
     def reconcile(self, *, compare: bool = False) -> None:
         """Bring what others have written to masters and weights since to both of them.
 
         ``compare`` the values of all weights with their masters; else only of those whose version
         or address has changed.
+
+        Nearly always nothing has changed. Microseconds for 100 and 1,000 weights on a CPU: 31 and
+        284 to read versions and addresses; in all 33 and 307 by the first way out, 42 and 380 by
+        the second one, 110 and 1,020 row by row.
         """
         now = self._now()
+        # No `Pairs` has recorded since this one did, so what it recorded is what masters have.
         if not compare and self._number == _newest and now == self._seen:
-            return  # nobody has noted anything since
+            return
+        # Another one, such as the model's, has recorded: ask the masters themselves.
         seen_rows = list(zip(*now, strict=True))
-        if not compare and seen_rows == [master.noted for master in self.masters]:
+        if not compare and seen_rows == [master.recorded for master in self.masters]:
             self._seen, self._number = now, _newest
             return
         rounded: list[Any] = []
         with torch.no_grad():
             for row, seen in zip(self._rows, seen_rows, strict=True):
                 weight, _, master = row
-                is_written = master.noted[2:4] != seen[2:]
-                counts_as_written = is_written or len(master.noted) > len(seen)
-                is_weight_written = master.noted[:2] != seen[:2]
+                is_written = master.recorded[2:4] != seen[2:]
+                counts_as_written = is_written or len(master.recorded) > len(seen)
+                is_weight_written = master.recorded[:2] != seen[:2]
                 is_weight_written |= compare and not counts_as_written
                 if is_weight_written and (master.is_stepped or is_written):
                     master.take_over(weight, both=is_written)
@@ -131,7 +137,7 @@ class Pairs:
             if rounded:
                 weights, tensors, _ = zip(*rounded, strict=True)
                 torch._foreach_copy_(list(weights), list(tensors))
-        self.note()
+        self.record()
 
     def are_equal(self) -> bool:
         """Whether every weight is its rounded master."""
@@ -142,7 +148,7 @@ class Pairs:
         if self.weights:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, self.tensors)
-            self.note()
+            self.record()
 
     def for_kernel(self) -> dict[torch.Tensor, torch.Tensor]:
         """Weights that the kernel of a step can write, by their masters: all, or none."""

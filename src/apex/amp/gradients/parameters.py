@@ -78,8 +78,8 @@ class Parameters(Pairs):
                 stepped.append(params[index])
                 targets.append(target)
         self._remember(stepped, targets)
-        new = [(weight, master) for weight, _, master in self._rows if master.noted[0] is None]
-        Pairs(new).note()
+        new = [(weight, master) for weight, _, master in self._rows if master.recorded[0] is None]
+        Pairs(new).record()
         self._changed()
 
     def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:

@@ -22,7 +22,7 @@ from operator import attrgetter, itemgetter
 import torch
 
 from apex.amp.gradients.accumulation import accumulate, addresses
-from apex.ops.lists.columns import OWN_MEMORY
+from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _LAYOUT, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("requires_grad")
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)

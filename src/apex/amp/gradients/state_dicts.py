@@ -50,7 +50,7 @@ def _entry(weight: torch.Tensor) -> torch.Tensor:
         master = None
     if master is None:
         master = table.add(weight, weight.detach().float(), is_stepped=False)
-        Pairs([(weight, master)]).note()
+        Pairs([(weight, master)]).record()
     return master.tensor.detach()
 
 
@@ -91,11 +91,11 @@ class LoadFloat32:
         }
 
     def after(self, module: torch.nn.Module, incompatible: Any) -> None:
-        """Hand each noted value to its master, if it is what was loaded."""
+        """Hand each recorded value to its master, if it is what was loaded."""
         pending, self.pending = self.pending, {}
         for name, value in pending.items():
             weight = module._parameters[name]
             master = None if weight is None else table.get(weight)
             if weight is not None and master is not None and value.shape == weight.shape:
                 master.load(weight, value)
-                Pairs([(weight, master)]).note()
+                Pairs([(weight, master)]).record()

@@ -11,7 +11,7 @@ import torch
 from apex.amp.gradients.accumulation import any_nonzero, grads_of, stored_values
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.training import Training
-from apex.ops.lists.columns import OWN_MEMORY
+from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _MOST_STEPS = 10  # without a change
 

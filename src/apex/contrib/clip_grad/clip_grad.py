@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from apex.ops.lists.clip import clip_
-from apex.ops.lists.columns import refuse_nested
 from apex.ops.lists.placements import placed
+from apex.ops.lists.tensor_lists import refuse_nested
 
 
 def clip_grad_norm_(

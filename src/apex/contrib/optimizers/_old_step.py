@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import Scalar, refuse_nested
+from apex.ops.lists.tensor_lists import Scalar, refuse_nested
 from apex.optimizers._base import FusedOptimizer
 
 

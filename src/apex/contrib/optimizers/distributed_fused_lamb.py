@@ -14,9 +14,9 @@ import torch
 from apex.contrib.optimizers._sharded import known
 from apex.contrib.optimizers._sharded_gradients import Sharding
 from apex.contrib.optimizers._sharded_state import SavedShards
-from apex.ops.lists.columns import Scalar
-from apex.ops.lists.phases import finish_on_shards
-from apex.ops.updates.lamb import SQUARES, Lamb, lamb_phases
+from apex.ops.lists.stages import finish_on_shards
+from apex.ops.lists.tensor_lists import Scalar
+from apex.ops.updates.lamb import SQUARES, Lamb, lamb_stages
 
 __all__ = ["DistributedFusedLAMB"]
 
@@ -59,7 +59,7 @@ class DistributedFusedLAMB(SavedShards):
     """
 
     _numbers = Lamb
-    _algorithm = staticmethod(lamb_phases)
+    _algorithm = staticmethod(lamb_stages)
 
     def __init__(  # noqa: PLR0913 - the original's signature
         self,
@@ -148,6 +148,14 @@ class DistributedFusedLAMB(SavedShards):
         return factor * known(clip)
 
     # -- the original's calls ----------------------------------------------------------------------
+
+    def _lazy_init_stage1(self) -> None:
+        """Make buckets now instead of in the first backward pass; all ranks call it."""
+        self._prepare_buckets()
+
+    def _lazy_init_stage2(self) -> None:
+        """Kept from the original: there is nothing left to be made after the first stage."""
+        self._prepare_buckets()
 
     def set_global_scale(self, global_scale: float | torch.Tensor) -> None:
         """Set what losses are multiplied by; ``step`` divides gradients by it.

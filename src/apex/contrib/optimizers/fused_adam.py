@@ -11,8 +11,8 @@ import torch
 from apex.contrib.optimizers._old_step import OldStep
 from apex.ops import _runtime
 from apex.ops.lists.clip import l2_norm_of_all
-from apex.ops.lists.columns import Scalar
 from apex.ops.lists.storage import StepOptions
+from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.optimizers._base import scalar
 from apex.optimizers._launches import GroupGrads, Launch, check_captured
@@ -126,6 +126,8 @@ class FusedAdam(OldStep):
         for number, param in enumerate(launch.params):
             state = self.state[param]
             before = state.get("step", 0)
+            # Counts on a device by who they are, so as not to wait. An id is above 0, so the
+            # negative of a number is no id.
             key = id(before) if isinstance(before, torch.Tensor) else -before
             if key not in found:
                 found[key] = (_next(before, noop, launch.device), [])

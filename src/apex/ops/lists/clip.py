@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Scalar, grouped, local_parts, scalar_on
 from apex.ops.lists.placements import is_sharded, norm_of_all, norm_of_ranks
 from apex.ops.lists.scale import scale_
+from apex.ops.lists.tensor_lists import Scalar, grouped, local_parts, scalar_on
 from apex.ops.lists.tensor_norms import l2_norm, max_norms
 from apex.ops.lists.unscale import multiply_
 

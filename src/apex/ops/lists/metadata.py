@@ -51,6 +51,8 @@ def of_metadata(fact: _Fact) -> _Fact:
 
     @functools.wraps(fact)
     def known(columns: Sequence[Sequence[torch.Tensor]], *more: Hashable) -> Any:
+        # Guards never hold for a tensor that is given twice: only its first column is compared, and
+        # which columns repeat it is in the key.
         repeats = _repeats(columns)
         distinct = [x for n, x in enumerate(columns) if n not in repeats] if repeats else columns
         tensors = [*chain.from_iterable(distinct)]
@@ -66,7 +68,8 @@ def of_metadata(fact: _Fact) -> _Fact:
         found = fact(columns, *more)
         if _can_be_guarded(tensors):
             _make_room(len(tensors))
-            kept[:] = [(_guards(tensors), found), *kept[:3]]  # such as parameters and gradients
+            # Four lists for a key, the newest first: gradients have the key of their parameters.
+            kept[:] = [(_guards(tensors), found), *kept[:3]]
         return found
 
     return cast("_Fact", known)

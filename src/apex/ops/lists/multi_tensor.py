@@ -29,17 +29,17 @@ import torch
 
 from apex.kernels._tables import Table
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, Scalar, joined, odd_positions, set_flag, taken
 from apex.ops.lists.pointer_tables import TABLES
 from apex.ops.lists.quantized import (
     BLOCK,
-    Held,
+    Quantized,
     absmax_shape,
     by_rows,
     dequantize,
     quantize,
     row_length,
 )
+from apex.ops.lists.tensor_lists import Scalar, TensorList, joined, odd_positions, set_flag, taken
 
 Values = tuple[torch.Tensor, ...]
 
@@ -69,14 +69,14 @@ class Codec:
         decode: ``(raw columns) -> values`` in plain PyTorch.
         encode: ``(raw, values, new) -> what is stored``.
         kernel: The same for Triton: ``"module:decode,encode"`` in ``apex.kernels``.
-        held: Columns that are held in 8 bits. The others see them as float32; ``flags`` and
+        quantized: Columns kept in 8 bits. The others see them as float32; ``flags`` and
             ``largest`` are not for calls that have some.
     """
 
     decode: Callable[[Values], Values]
     encode: Callable[[Values, Values, Values], Values]
     kernel: str
-    held: tuple[Held, ...] = ()
+    quantized: tuple[Quantized, ...] = ()
 
 
 def widen(raw: Values) -> Values:
@@ -96,7 +96,7 @@ class _Call(NamedTuple):
     """The arguments of :func:`run`."""
 
     update: Update
-    columns: Sequence[Column]
+    columns: Sequence[TensorList]
     stores: tuple[tuple[int, int], ...]
     scalars: tuple[Scalar, ...]
     noop: torch.Tensor | None
@@ -115,7 +115,7 @@ class _Call(NamedTuple):
 
 def run(
     update: Update,
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     stores: tuple[tuple[int, int], ...],
     scalars: tuple[Scalar, ...],
     *,
@@ -146,7 +146,7 @@ def run(
         flags: Numbers of the new values that are looked at for it.
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
         dense: Whether no position is odd, known before, see
-            :func:`apex.ops.lists.columns.odd_positions`.
+            :func:`apex.ops.lists.tensor_lists.odd_positions`.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
@@ -158,7 +158,7 @@ def run(
         update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
     )  # fmt: skip
     dtypes = {column[0].dtype for column in columns}
-    if codec.held:
+    if codec.quantized:
         dtypes.discard(torch.uint8)
     if not _runtime.can_fuse(call.device) or not dtypes <= FUSABLE:
         return _reference(call)
@@ -182,8 +182,10 @@ def _part(call: _Call, positions: Sequence[int]) -> _Call:
     """The call at these positions alone."""
     columns = [[column[i] for i in positions] for column in call.columns]
     scalars = _scalars_at(call.scalars, lambda vector: taken(vector, positions))
-    held = tuple(one._replace(absmax=[one.absmax[i] for i in positions]) for one in call.codec.held)
-    codec = replace(call.codec, held=held)
+    quantized = tuple(
+        one._replace(absmax=[one.absmax[i] for i in positions]) for one in call.codec.quantized
+    )
+    codec = replace(call.codec, quantized=quantized)
     return call._replace(columns=columns, scalars=scalars, codec=codec)
 
 
@@ -203,11 +205,11 @@ def _reference(call: _Call) -> torch.Tensor | None:
         noop = None
     skip = None if noop is None else noop.reshape(()) != 0
     totals: list[torch.Tensor] = []
-    absmaxes = [one.absmax for one in call.codec.held]
+    absmaxes = [one.absmax for one in call.codec.quantized]
     for number, position in enumerate(zip(*call.columns, *absmaxes, strict=True)):
         scalars = _scalars_at(call.scalars, itemgetter(number))
         partial = [
-            _step(call, raw, scalars, skip) for raw in _pieces(position, bool(call.codec.held))
+            _step(call, raw, scalars, skip) for raw in _pieces(position, bool(call.codec.quantized))
         ]
         totals += [_total(column, call.largest) for column in zip(*partial, strict=True)]
     return torch.stack(totals).view(-1, len(sums)).t() if sums else None
@@ -230,8 +232,8 @@ def _scalars_at(
     return found
 
 
-def _pieces(position: Values, held: bool) -> Iterable[Values]:
-    """The tensors of a position; on a CPU in flat pieces, or in rows if some are held in 8 bits.
+def _pieces(position: Values, quantized: bool) -> Iterable[Values]:
+    """The tensors of a position; on a CPU in flat pieces, or in rows if some are quantised.
 
     A definition makes a dozen tensors on the way. Those of a piece stay in the cache; those of a
     large tensor are pages that the system has to find and clear first.
@@ -239,7 +241,7 @@ def _pieces(position: Values, held: bool) -> Iterable[Values]:
     large = position[0].is_cpu and position[0].numel() > PIECE
     if not large or not all(map(torch.Tensor.is_contiguous, position)):
         return [position]
-    if held:
+    if quantized:
         return by_rows(position, 2 * PIECE)  # 10 % faster than PIECE
     return zip(*(torch.split(x.view(-1), PIECE) for x in position), strict=True)
 
@@ -249,10 +251,11 @@ def _step(
 ) -> list[torch.Tensor]:
     """Update one position, or a piece of it; returns the sums."""
     columns = raw[: len(call.columns)]
-    absmaxes = zip(call.codec.held, raw[len(columns) :], strict=True)
-    held = {one.column: (absmax, one.code) for one, absmax in absmaxes}
+    absmaxes = zip(call.codec.quantized, raw[len(columns) :], strict=True)
+    quantized = {one.column: (absmax, one.code) for one, absmax in absmaxes}
     raw = tuple(
-        dequantize(x, *held[number]) if number in held else x for number, x in enumerate(columns)
+        dequantize(x, *quantized[number]) if number in quantized else x
+        for number, x in enumerate(columns)
     )
     values = call.codec.decode(raw)
     new = call.codec.encode(raw, values, call.update.reference(values, scalars))
@@ -261,8 +264,8 @@ def _step(
     reduced = [_reduced(new[result], call.largest) for result in call.sums]
     for column, result in call.stores:
         pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(columns[column], new[result])]
-        if column in held:
-            absmax, code = held[column]
+        if column in quantized:
+            absmax, code = quantized[column]
             pairs = zip((columns[column], absmax), quantize(new[result], code), strict=True)
         for stored, value in pairs:
             value = value.to(stored.dtype)
@@ -306,13 +309,13 @@ def _jitted(name: str) -> list[Any]:
 def _of_codes(
     call: _Call, shapes: Sequence[torch.Size], absmaxes: Sequence[Table]
 ) -> dict[str, Any]:
-    """What a launch takes in addition for columns that are held in 8 bits."""
+    """What a launch takes in addition for quantised columns."""
     from apex.kernels import quantized
 
-    tables = [one.code.tables(call.device) for one in call.codec.held]
+    tables = [one.code.tables(call.device) for one in call.codec.quantized]
     return quantized.more(
         len(call.columns),
-        [one.column for one in call.codec.held],
+        [one.column for one in call.codec.quantized],
         absmaxes,
         [table.values for table in tables],
         [table.cells for table in tables],
@@ -323,22 +326,22 @@ def _of_codes(
 def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
-    device, held = call.device, call.codec.held
+    device, quantized = call.device, call.codec.quantized
     sizes, more = tuple(map(torch.Tensor.numel, call.columns[0])), {}
-    if held:
-        shapes = [x.shape for x in call.columns[held[0].column]]
+    if quantized:
+        shapes = [x.shape for x in call.columns[quantized[0].column]]
         sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
     if not any(sizes):
         return _no_sums(call) if call.sums else None
-    columns = [*call.columns, *[one.absmax for one in held]]
+    columns = [*call.columns, *[one.absmax for one in quantized]]
     layout, tables = TABLES.of_launch(sizes, columns, device)
-    if held:
+    if quantized:
         more = _of_codes(call, shapes, tables[len(call.columns) :])
     (function,) = _jitted(call.update.kernel)
     decode, encode = _jitted(call.codec.kernel)
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
-    written += [tensor for one in held for tensor in one.absmax]
+    written += [tensor for one in quantized for tensor in one.absmax]
     torch.autograd.graph.increment_version(written)
     return kernels.launch(
         layout,

@@ -14,12 +14,12 @@ from operator import add, attrgetter, le
 
 import torch
 
-from apex.ops.lists.columns import Column, local_parts
+from apex.ops.lists.tensor_lists import TensorList, local_parts
 
 _BYTES = attrgetter("nbytes")
 
 
-def overlapping(tensors: Column) -> list[int]:
+def overlapping(tensors: TensorList) -> list[int]:
     """Positions of tensors that share memory with another one of the list, in order.
 
     What lies between the elements of a tensor counts as its memory.
@@ -33,6 +33,8 @@ def overlapping(tensors: Column) -> list[int]:
     # Each ends before the next one starts: sorted numbers take a third of the time of tuples.
     if all(map(le, sorted(ends), sorted(starts)[1:])):
         return []
+    # In the order of their starts, a tensor overlaps an earlier one if it starts before the
+    # farthest end so far, `reached`; then it overlaps at least the tensor that ends there, `by`.
     found, reached, by = set[int](), 0, 0
     for start, end, number in sorted(zip(starts, ends, count(), strict=False)):
         if start < reached:
@@ -50,7 +52,7 @@ def _reach(tensor: torch.Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
-def own_copies(tensors: Column) -> dict[int, torch.Tensor]:
+def own_copies(tensors: TensorList) -> dict[int, torch.Tensor]:
     """Copies of the tensors that an update must not write into, by position.
 
     Args:
@@ -81,7 +83,7 @@ def each_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.clone() if number in positions else x for number, x in enumerate(tensors)]
 
 
-def put_back(tensors: Column, changed: Column) -> None:
+def put_back(tensors: TensorList, changed: TensorList) -> None:
     """Write into the tensors what :func:`each_once` returned of them."""
     if changed is not tensors:
         for tensor, value in zip(tensors, changed, strict=True):
@@ -89,7 +91,7 @@ def put_back(tensors: Column, changed: Column) -> None:
                 tensor.copy_(value)
 
 
-def write_back(tensors: Column, copies: Mapping[int, torch.Tensor]) -> None:
+def write_back(tensors: TensorList, copies: Mapping[int, torch.Tensor]) -> None:
     """Write copies into the tensors that they were made of.
 
     Where tensors share memory their copies must have the same values for it. Inference tensors are

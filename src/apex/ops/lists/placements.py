@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import OWN_MEMORY, joined, local, local_parts, taken
+from apex.ops.lists.tensor_lists import OWN_MEMORY, joined, local, local_parts, taken
 
 
 def placed(

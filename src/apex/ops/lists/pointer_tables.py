@@ -72,6 +72,7 @@ class TableCache:
         device: torch.device,
     ) -> tuple[Layout, list[Table]]:
         """Find or upload where programs work in tensors of these sizes, and their addresses."""
+        # Where programs work, and a table for each column: one call asks for stream and lock once.
         addresses = [tuple(map(torch.Tensor.data_ptr, column)) for column in columns]
         layout, *tables = self._find([(Layout, numels), *zip(repeat(Table), addresses)], device)
         return layout, tables
@@ -113,24 +114,31 @@ class TableCache:
         key = kind, numbers, device
         by_stream = self._tables.get(key, {})
         if capturing:
-            # What is uploaded now arrives only when the graph runs, so no other call may use it.
+            # Any stream's table whose upload has been seen to end is there at each replay. What is
+            # uploaded now arrives only when the graph runs, so no other call may use it: it is not
+            # put into `_tables`.
             ended = [one.table for one in by_stream.values() if one.event is None]
             table = ended[0] if ended else kind(numbers, device)
-            self._captured[id(table)] = table
+            self._captured[id(table)] = table  # the graph reads it as long as it lives
             return table
         found = by_stream.get(stream)
         if found is None:
             found = by_stream[stream] = _Uploaded(kind(numbers, device), device)
-            found.table.hosts.clear()
+            found.table.hosts.clear()  # pinned memory goes back; a graph's stays: it copies again
             self._tables[key] = by_stream
             self._bytes += _size(numbers, found.table)
         elif found.event is not None:
-            found.look()
+            found.look()  # here, for the captures to come: CUDA refuses a query in one
         self._tables.move_to_end(key)
-        while self._bytes > self._limit and len(self._tables) > 1:
-            (_, old, _), tables = self._tables.popitem(last=False)
-            self._bytes -= sum(_size(old, one.table) for one in tables.values())
+        if self._bytes > self._limit:
+            self._drop_oldest()
         return found.table
+
+    def _drop_oldest(self) -> None:
+        """Drop the tables that were not used for longest, of all streams, but not the last one."""
+        while self._bytes > self._limit and len(self._tables) > 1:
+            (_, numbers, _), by_stream = self._tables.popitem(last=False)
+            self._bytes -= sum(_size(numbers, one.table) for one in by_stream.values())
 
 
 def _size(numbers: tuple[int, ...], table: Layout | Table) -> int:

@@ -1,4 +1,4 @@
-"""Columns that are held in 8 bits: a code for each element, and a largest magnitude for each block.
+"""Columns quantised to 8 bits: a code for each element, and a largest magnitude for each block.
 
 A block has at most 256 elements and lies inside one row, which is all that has one index of
 dimension 0. So blocks do not depend on how many ranks share a tensor by ``Shard(0)``, nor on how it
@@ -45,8 +45,8 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column
 from apex.ops.lists.pointer_tables import TABLES
+from apex.ops.lists.tensor_lists import TensorList
 
 BLOCK = 256  # elements of a block, at most
 TINY = 2.0**-126  # the smallest normal float32
@@ -73,12 +73,12 @@ SIGNED, UNSIGNED = Code(True), Code(False)
 NEGATIVE_ZERO = 0x80  # of `SIGNED`
 
 
-class Held(NamedTuple):
-    """A column that is held in 8 bits: its number, what its codes mean, and ``absmax`` of each."""
+class Quantized(NamedTuple):
+    """A quantised column: its number, what its codes mean, and ``absmax`` of each."""
 
     column: int
     code: Code
-    absmax: Column
+    absmax: TensorList
 
 
 def magnitudes(code: Code) -> torch.Tensor:
@@ -99,12 +99,18 @@ def _made(code: Code) -> tuple[torch.Tensor, torch.Tensor]:
     between = ((sizes[1:] + sizes[:-1]) / 2).float()
     if not code.signed:
         between[0] = 0.0  # only 0 becomes 0
+    # Positive floats have the order of their bits, so all that follows compares bits. A cell is the
+    # values whose bits have the same upper half; `below` is the code of the first one. Where a
+    # boundary is in the cell, `carried` makes the lower half of all bits above it overflow into the
+    # upper one: they get the next code. The boundary itself does not overflow. `below` instead of
+    # the cell's own number then makes the upper half the code.
     boundaries = between.view(torch.int32)
     upper = torch.arange(CELLS, dtype=torch.int32, device="cpu") << 16
     below = torch.bucketize(upper, boundaries)
     carried = torch.zeros(CELLS, dtype=torch.int64, device="cpu")
     carried[boundaries.long() >> 16] = 0xFFFF - (boundaries.long() & 0xFFFF)
     carried += (below << 16) - upper
+    # Bits of negative values have 2**31 more, which is taken away; of `SIGNED` they get a sign.
     negative = carried + (2**31 + (NEGATIVE_ZERO << 16 if code.signed else 0))
     values = torch.cat([sizes, -sizes]) if code.signed else sizes
     return values.float(), torch.cat([carried, negative]).to(torch.int32)

@@ -14,9 +14,9 @@ from collections import namedtuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, Scalar, grouped, joined, odd_positions
 from apex.ops.lists.multi_tensor import Update, Values, run
 from apex.ops.lists.overlaps import each_once, put_back
+from apex.ops.lists.tensor_lists import Scalar, TensorList, grouped, joined, odd_positions
 
 ScaleScalars = namedtuple("ScaleScalars", "factor")
 AxpbyScalars = namedtuple("AxpbyScalars", "a b")
@@ -43,7 +43,12 @@ AXPBY = Update(axpby_reference, "scale:axpby", AxpbyScalars)
 
 @torch.no_grad()
 def scale_(
-    x: Column, out: Column, factor: Scalar, flag: torch.Tensor | None = None, *, norms: bool = False
+    x: TensorList,
+    out: TensorList,
+    factor: Scalar,
+    flag: torch.Tensor | None = None,
+    *,
+    norms: bool = False,
 ) -> torch.Tensor | None:
     """Write ``factor * x`` into ``out``.
 
@@ -77,9 +82,9 @@ def scale_(
 
 @torch.no_grad()
 def axpby_(
-    x: Column,
-    y: Column,
-    out: Column,
+    x: TensorList,
+    y: TensorList,
+    out: TensorList,
     a: Scalar,
     b: Scalar,
     flag: torch.Tensor | None = None,
@@ -109,7 +114,7 @@ def axpby_(
 
 
 def _scale_on_cpu(
-    x: Column, out: Column, factor: Scalar, flag: torch.Tensor | None, *, dense: bool
+    x: TensorList, out: TensorList, factor: Scalar, flag: torch.Tensor | None, *, dense: bool
 ) -> bool:
     """Scale and check in one pass, in place: 1e7 float32 take 1.7 ms, by the definition 30.
 

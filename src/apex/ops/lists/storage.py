@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
-from apex.ops.lists.quantized import Held
+from apex.ops.lists.quantized import Quantized
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 
 PARAM = 1  # the column of the weight, in every optimizer's update
 
@@ -39,12 +39,12 @@ class Storage:
 
     Attributes:
         name: What users call it.
-        widen: ``weight, what is beside it if anything is -> float32 value``.
-        narrow: ``float32 value -> (weight, what is beside it if anything is)``; writing rounds
+        widen: ``weight, what is stored with it if anything is -> float32 value``.
+        narrow: ``float32 value -> (weight, what is stored with it if anything is)``; writing rounds
             to the dtype of the column.
         decode: What ``widen`` is called in :mod:`apex.kernels.storage`.
         encode: What ``narrow`` is called there.
-        extra: dtype of the column beside the weight, or ``None``.
+        extra: dtype of what is stored with the weight, or ``None``.
         column: What an optimizer's state calls that column.
         seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
             replayed draws another one each time.
@@ -59,12 +59,12 @@ class Storage:
     column: str | None = None
     seeded: bool = False
 
-    def codec(self, held: tuple[Held, ...] = ()) -> Codec:
-        """How columns are stored: gradients, weights, states, and what is beside the weights."""
-        beside = self.extra is not None
+    def codec(self, quantized: tuple[Quantized, ...] = ()) -> Codec:
+        """How columns are stored: gradients, weights, states, what is stored with weights."""
+        has_extra = self.extra is not None
 
         def decode(raw: Values) -> Values:
-            others = raw[:-1] if beside else raw
+            others = raw[:-1] if has_extra else raw
             weight = self.widen(raw[PARAM], *raw[len(others) :])
             return _widened(raw[0]), weight, *map(_widened, others[PARAM + 1 :])
 
@@ -72,7 +72,7 @@ class Storage:
             weight, *more = self.narrow(new[0])
             return weight, *new[1:], *more
 
-        return Codec(decode, encode, f"storage:{self.decode},{self.encode}", held)
+        return Codec(decode, encode, f"storage:{self.decode},{self.encode}", quantized)
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
@@ -157,17 +157,17 @@ class StepOptions(NamedTuple):
         extra: The storage's own column; with plain storage 16-bit weights that get the new
             values too.
         dense: Whether no position is odd, known before, see
-            :func:`apex.ops.lists.columns.odd_positions`.
-        held: The states that are held in 8 bits.
+            :func:`apex.ops.lists.tensor_lists.odd_positions`.
+        quantized: The states that are quantised to 8 bits.
     """
 
     factor: Scalar = 1.0
     noop: torch.Tensor | None = None
     write_grads: bool = False
     storage: Storage = PLAIN
-    extra: Column | None = None
+    extra: TensorList | None = None
     dense: bool = False
-    held: tuple[Held, ...] = ()
+    quantized: tuple[Quantized, ...] = ()
 
 
 DEFAULT_OPTIONS = StepOptions()
@@ -185,7 +185,7 @@ class ScaledStep:
 
 def run_stored(
     update: Update,
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     scalars: tuple[Scalar, ...],
     options: StepOptions,
 ) -> None:
@@ -211,5 +211,5 @@ def run_stored(
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     run(
         update, columns, tuple(stores), scalars, noop=options.noop,
-        codec=options.storage.codec(options.held), seed=seed, dense=options.dense,
+        codec=options.storage.codec(options.quantized), seed=seed, dense=options.dense,
     )  # fmt: skip

@@ -19,14 +19,14 @@ from contextlib import nullcontext
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, Scalar, flag_to_set, grouped, joined, scalar_on
 from apex.ops.lists.flat import flatten
 from apex.ops.lists.multi_tensor import raise_flag, run
 from apex.ops.lists.scale import GIVEN, MAGNITUDE, SCALE, SQUARE, ScaleScalars
+from apex.ops.lists.tensor_lists import Scalar, TensorList, flag_to_set, grouped, joined, scalar_on
 
 
 def square_sums(
-    column: Column, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
+    column: TensorList, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum the squares of each tensor.
 
@@ -42,21 +42,21 @@ def square_sums(
 
 
 def l2_norms(
-    column: Column, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
+    column: TensorList, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute the Euclidean norm of each tensor; as :func:`square_sums`."""
     return square_sums(column, factor=factor, flag=flag).sqrt()
 
 
 def max_norms(
-    column: Column, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
+    column: TensorList, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Find the largest magnitude in each tensor, 0 for an empty one; as :func:`square_sums`."""
     return _each(MAGNITUDE, column, factor, flag)
 
 
 def l2_norm(
-    column: Column, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
+    column: TensorList, *, factor: Scalar = 1.0, flag: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute the Euclidean norm of all elements together.
 
@@ -67,7 +67,7 @@ def l2_norm(
 
 
 @torch.no_grad()
-def _each(what: int, column: Column, factor: Scalar, flag: torch.Tensor | None) -> torch.Tensor:
+def _each(what: int, column: TensorList, factor: Scalar, flag: torch.Tensor | None) -> torch.Tensor:
     """Sum squares of each tensor, or find its largest magnitude."""
     if not column:
         return torch.zeros(0, device="cpu", dtype=torch.float32)
@@ -81,7 +81,7 @@ def _each(what: int, column: Column, factor: Scalar, flag: torch.Tensor | None) 
 
 
 def _of_one_kind(
-    what: int, tensors: Column, factor: Scalar, flag: torch.Tensor | None, *, dense: bool
+    what: int, tensors: TensorList, factor: Scalar, flag: torch.Tensor | None, *, dense: bool
 ) -> torch.Tensor:
     """As :func:`_each`, for tensors of one device and one dtype."""
     device = tensors[0].device
@@ -108,7 +108,7 @@ ROW = 512
 PIECE = 2**17  # elements that are widened and scaled at a time, which stay in the cache
 
 
-def _square_sums_on_cpu(tensors: Column, factor: float) -> torch.Tensor:
+def _square_sums_on_cpu(tensors: TensorList, factor: float) -> torch.Tensor:
     """Sum squares in float64: of the elements of short tensors, of the norms of rows of long ones.
 
     1e7 float32 elements take 1.6 ms (torch's norm of the whole tensor 1.4, the definition some 10);

@@ -16,23 +16,23 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import (
+from apex.ops.lists.multi_tensor import FUSABLE, run
+from apex.ops.lists.overlaps import each_once, put_back
+from apex.ops.lists.scale import GIVEN, SCALE, SCALED, SQUARE, ScaleScalars
+from apex.ops.lists.tensor_lists import (
     OWN_MEMORY,
-    Column,
     Scalar,
+    TensorList,
     flag_to_set,
     grouped,
     local,
     scalar_on,
 )
-from apex.ops.lists.multi_tensor import FUSABLE, run
-from apex.ops.lists.overlaps import each_once, put_back
-from apex.ops.lists.scale import GIVEN, SCALE, SCALED, SQUARE, ScaleScalars
 
 _KIND: Callable[[torch.Tensor], Any] = attrgetter("device", "dtype", "layout")
 
 
-def takes(grads: Column) -> bool:
+def takes(grads: TensorList) -> bool:
     """Whether ``grads`` are to go this way: dense, of fusable dtypes, where kernels run.
 
     Elsewhere torch's own kernels are faster than the definition. A path that was asked for by
@@ -49,7 +49,9 @@ def takes(grads: Column) -> bool:
 
 
 @torch.no_grad()
-def unscale_into(grads: Column, outs: Column, factor: Scalar, flag: torch.Tensor) -> torch.Tensor:
+def unscale_into(
+    grads: TensorList, outs: TensorList, factor: Scalar, flag: torch.Tensor
+) -> torch.Tensor:
     """Write ``factor * grads`` into ``outs``.
 
     Args:
@@ -83,7 +85,7 @@ def inverse(scale: Scalar) -> Scalar:
     return scale.reciprocal() if isinstance(scale, torch.Tensor) else 1.0 / scale
 
 
-def _groups(grads: Column) -> list[list[torch.Tensor]]:
+def _groups(grads: TensorList) -> list[list[torch.Tensor]]:
     """Real dense tensors that share memory with ``grads``, in lists of one device and dtype.
 
     That is what the foreach kernels want. Signs are those of the memory, without the negative and
@@ -112,7 +114,7 @@ def _groups(grads: Column) -> list[list[torch.Tensor]]:
     return found
 
 
-def multiply_(grads: Column, factor: float) -> None:
+def multiply_(grads: TensorList, factor: float) -> None:
     """Multiply ``grads``, floating tensors on any devices and of any dtypes, in place.
 
     The bits are those of ``mul_`` on dense tensors.

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import l2_and_decay
 
@@ -55,7 +55,7 @@ class Adagrad(NamedTuple):
 
 
 def adagrad_(
-    columns: Sequence[Column], hyper: Adagrad, options: StepOptions = DEFAULT_OPTIONS
+    columns: Sequence[TensorList], hyper: Adagrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
     """Take one step; the state is the sum of squares."""
     decoupled = hyper.adagrad_w_mode and hyper.weight_decay

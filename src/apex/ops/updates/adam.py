@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.updates import cpu_fused
 
 _List = list[torch.Tensor]
@@ -148,7 +148,9 @@ class Adam(AdamNumbers):
         )  # fmt: skip
 
 
-def adam_(columns: Sequence[Column], hyper: Adam, options: StepOptions = DEFAULT_OPTIONS) -> None:
+def adam_(
+    columns: Sequence[TensorList], hyper: Adam, options: StepOptions = DEFAULT_OPTIONS
+) -> None:
     """Take one step; the states are first and second moments."""
     update, kernel = (ADAM_EPS_INSIDE, None) if hyper.eps_inside_sqrt else (ADAM, _torchs)
     cpu_fused.step_or_run(update, kernel, columns, hyper, options)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.columns import Column, odd_positions
 from apex.ops.lists.multi_tensor import Update
 from apex.ops.lists.storage import PARAM, PLAIN, StepOptions, run_stored
+from apex.ops.lists.tensor_lists import TensorList, odd_positions
 
 # Elements that are widened at once, 2 MiB of a column. FusedAdam's 10 million bfloat16 weights take
 # 6 % longer with 2**18, 60 % with 2**16.
@@ -29,7 +29,7 @@ DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 Lists = list[list[torch.Tensor]]
 
 
-def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: object) -> bool:
+def torch_steps(columns: Sequence[TensorList], options: StepOptions, *numbers: object) -> bool:
     """Whether :func:`step_` takes them: on a CPU, with numbers of the host.
 
     Not states in 8 bits: torch's kernels round the last few elements of a tensor in other ways, and
@@ -46,7 +46,7 @@ def torch_steps(columns: Sequence[Column], options: StepOptions, *numbers: objec
 def step_or_run(
     update: Update,
     kernel: Callable[[Any], Callable[..., None]] | None,
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     hyper: Any,
     options: StepOptions,
     *,
@@ -80,7 +80,7 @@ def _is_known(number: object) -> bool:
 
 def step_(
     kernel: Callable[..., None],
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     options: StepOptions,
     *,
     narrow: bool = False,
@@ -118,7 +118,7 @@ def number(value: float) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float32, device="cpu")  # tensor() takes twice as long
 
 
-def as_float32(columns: Sequence[Column], options: StepOptions) -> Lists:
+def as_float32(columns: Sequence[TensorList], options: StepOptions) -> Lists:
     """The columns as float32: those that are it already are returned themselves."""
     wide = [
         [*column] if column[0].dtype == torch.float32 else [x.float() for x in column]
@@ -130,10 +130,10 @@ def as_float32(columns: Sequence[Column], options: StepOptions) -> Lists:
 
 
 def store_(
-    columns: Sequence[Column], wide: Lists, options: StepOptions, *, write_grads: bool
+    columns: Sequence[TensorList], wide: Lists, options: StepOptions, *, write_grads: bool
 ) -> None:
     """Round what :func:`as_float32` returned, once it was stepped, into the columns."""
-    stored: Iterable[Column] = repeat(wide[PARAM])
+    stored: Iterable[TensorList] = repeat(wide[PARAM])
     if options.storage is not PLAIN:
         stored = zip(*map(options.storage.narrow, wide[PARAM]), strict=True)
     pairs = list(zip(_weights(columns, options), stored, strict=False))
@@ -144,12 +144,12 @@ def store_(
             torch._foreach_copy_(list(column), list(new))
 
 
-def _weights(columns: Sequence[Column], options: StepOptions) -> list[Column]:
+def _weights(columns: Sequence[TensorList], options: StepOptions) -> list[TensorList]:
     """The columns in which weights are stored."""
     return [columns[PARAM]] if options.extra is None else [columns[PARAM], options.extra]
 
 
-def batches(columns: Sequence[Column]) -> Iterable[Lists]:
+def batches(columns: Sequence[TensorList]) -> Iterable[Lists]:
     """Cut columns of dense tensors into lists of together at most ``PIECE`` elements.
 
     A 0-dim tensor belongs to all pieces of the tensors beside it.

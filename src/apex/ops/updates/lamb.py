@@ -9,7 +9,7 @@
 
 with the bias corrections ``c = 1 - beta ** step``, ``share`` either ``1 - beta1`` or 1, and the
 norms over one tensor. Without weight decay the ratio is 1, unless NVLAMB is asked for. Where a rank
-holds a part of a tensor, its caller adds up the squares between the launches (:func:`lamb_phases`).
+holds a part of a tensor, its caller adds up the squares between the launches (:func:`lamb_stages`).
 
 Two launches: the first writes moments and term and sums the squares, the second applies the ratio;
 neither waits for the host. The term is written **into the gradient**, as in the original, which
@@ -29,10 +29,10 @@ from dataclasses import dataclass
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
-from apex.ops.lists.phases import Kind, Phases, Sums, finish
+from apex.ops.lists.stages import Kind, Stages, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import AdamNumbers, corrections, for_torch, l2_and_decay
@@ -41,7 +41,7 @@ from apex.ops.updates.adam import AdamNumbers, corrections, for_torch, l2_and_de
 TermScalars = namedtuple(
     "TermScalars", "factor beta1 grad_share beta2 one_minus_beta2 eps unbias1 unbias2 l2 decay"
 )
-# What the first phase yields of each tensor: the squares of its weights and of its term.
+# What the first stage yields of each tensor: the squares of its weights and of its term.
 SQUARES = Kind(2)
 # Learning rate times trust ratio of each tensor.
 ApplyScalars = namedtuple("ApplyScalars", "rate")
@@ -110,20 +110,22 @@ def trusted_rates(
     return lr * torch.where(trusted, params / terms, 1.0)
 
 
-def lamb_(columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS) -> None:
+def lamb_(
+    columns: Sequence[TensorList], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
+) -> None:
     """Take one step; the states are first and second moments. Gradients are left holding the term.
 
     16-bit gradients of weights that have 16-bit copies are left as they are.
     ``options.write_grads`` is of no effect.
     """
     if columns[0]:
-        finish(lamb_phases(columns, hyper, options))
+        finish(lamb_stages(columns, hyper, options))
 
 
 @torch.no_grad()
-def lamb_phases(
-    columns: Sequence[Column], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
-) -> Phases:
+def lamb_stages(
+    columns: Sequence[TensorList], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
+) -> Stages:
     """Take the same step on parts of tensors.
 
     Yields:
@@ -134,7 +136,7 @@ def lamb_phases(
     known = (hyper.lr, hyper.weight_decay, hyper.step)
     if hyper.grad_averaging and cpu_fused.torch_steps(columns, options, *known):
         if options.noop is None or not options.noop.item():
-            yield from _phases_on_cpu(columns, hyper, options)
+            yield from _stages_on_cpu(columns, hyper, options)
         return
     terms, stores = grads, [(0, 0), (2, 1), (3, 2)]
     columns = list(columns)
@@ -146,13 +148,13 @@ def lamb_phases(
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
-    codec = PLAIN.codec(options.held)
+    codec = PLAIN.codec(options.quantized)
     if options.storage is not PLAIN and options.extra is not None:
         columns.append(options.extra)
         # weights are read as they are stored; none is written yet
         decode = options.storage.codec().decode
         codec = Codec(
-            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.held
+            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.quantized
         )
     sums = run(
         TERM,
@@ -169,14 +171,14 @@ def lamb_phases(
     else:
         whole = yield Sums(sums)
         rates = hyper.rates(*whole.sqrt().unbind())
-    second = options._replace(factor=1.0, write_grads=False, held=())
+    second = options._replace(factor=1.0, write_grads=False, quantized=())
     run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
 
 
 # -- torch's fused Adam on a CPU -----------------------------------------------------------------
 
 
-def _phases_on_cpu(columns: Sequence[Column], hyper: Lamb, options: StepOptions) -> Phases:
+def _stages_on_cpu(columns: Sequence[TensorList], hyper: Lamb, options: StepOptions) -> Stages:
     """Step by torch's fused Adam: from 0, with the learning rate -1, its weight is the term.
 
     By pieces that stay in the cache, the 10 million weights of 293 tensors take 20 ms where whole

@@ -17,13 +17,13 @@ from collections import namedtuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar, scalar_on
 from apex.ops.lists.multi_tensor import Update, Values, run
-from apex.ops.lists.phases import Kind, Phases, Sums
+from apex.ops.lists.stages import Kind, Stages, Sums
+from apex.ops.lists.tensor_lists import Scalar, TensorList, scalar_on
 from apex.ops.lists.tensor_norms import square_sums
 
 LarcScalars = namedtuple("LarcScalars", "rate decay")  # of each tensor
-SQUARES = Kind(2)  # what the first phase yields of each tensor: those of gradient and weight
+SQUARES = Kind(2)  # what the first stage yields of each tensor: those of gradient and weight
 
 
 def _larc(values: Values, s: LarcScalars) -> Values:
@@ -34,16 +34,16 @@ LARC = Update(_larc, "larc:larc", LarcScalars)
 
 
 @torch.no_grad()
-def larc_phases(
-    grads: Column,
-    params: Column,
+def larc_stages(
+    grads: TensorList,
+    params: TensorList,
     *,
     lr: Scalar,
     weight_decay: Scalar,
     trust_coefficient: float,
     eps: float,
     clip: bool,
-) -> Phases:
+) -> Stages:
     """Multiply the local learning rates and the weight decay into the gradients, in place.
 
     Args:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.updates import cpu_fused
 
 _List = list[torch.Tensor]
@@ -56,7 +56,9 @@ class Lion(NamedTuple):
         return LionScalars(factor, lr, decay, beta1, 1 - beta1, beta2, 1 - beta2)
 
 
-def lion_(columns: Sequence[Column], hyper: Lion, options: StepOptions = DEFAULT_OPTIONS) -> None:
+def lion_(
+    columns: Sequence[TensorList], hyper: Lion, options: StepOptions = DEFAULT_OPTIONS
+) -> None:
     """Take one step; the state is the average."""
     cpu_fused.step_or_run(LION, _by_foreach, columns, hyper, options)
 

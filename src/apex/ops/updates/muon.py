@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import PLAIN, Update, Values, run
 from apex.ops.lists.storage import StepOptions, run_stored
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.updates.newton_schulz import Iteration
 
 # What the parts take: "rest" is 1 - momentum, "pull" the same or 0 without Nesterov's variant;
@@ -87,7 +87,7 @@ class Muon:
         return math.sqrt(max(1, rows / max(1, columns)))
 
 
-def begin_(columns: Sequence[Column], hyper: Muon, options: StepOptions) -> list[torch.Tensor]:
+def begin_(columns: Sequence[TensorList], hyper: Muon, options: StepOptions) -> list[torch.Tensor]:
     """Update the buffers, and return the directions; of gradients, weights, buffers."""
     grads, params, buffers = columns
     dtype = hyper.direction_dtype(params[0].dtype)
@@ -95,7 +95,7 @@ def begin_(columns: Sequence[Column], hyper: Muon, options: StepOptions) -> list
     stores = ((1, 0), (2, 1), (0, 2)) if options.write_grads else ((1, 0), (2, 1))
     rest = 1 - hyper.momentum
     scalars = AverageScalars(options.factor, rest, rest if hyper.nesterov else 0.0)
-    codec = replace(PLAIN, held=tuple(one._replace(column=1) for one in options.held))
+    codec = replace(PLAIN, quantized=tuple(one._replace(column=1) for one in options.quantized))
     run(
         AVERAGE, [grads, buffers, directions], stores, scalars, noop=options.noop, codec=codec,
         dense=options.dense,
@@ -104,7 +104,7 @@ def begin_(columns: Sequence[Column], hyper: Muon, options: StepOptions) -> list
 
 
 def finish_(
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     updates: Sequence[torch.Tensor],
     shapes: Sequence[tuple[int, int]],
     hyper: Muon,
@@ -118,4 +118,6 @@ def finish_(
         some = [[column[n] for n in positions] for column in (updates, columns[1])]
         extra = None if options.extra is None else [options.extra[n] for n in positions]
         scalars = MoveScalars(hyper.lr * hyper.weight_decay, hyper.lr * adjustment)
-        run_stored(MOVE, some, scalars, options._replace(write_grads=False, extra=extra, held=()))
+        run_stored(
+            MOVE, some, scalars, options._replace(write_grads=False, extra=extra, quantized=())
+        )

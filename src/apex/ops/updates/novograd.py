@@ -20,7 +20,7 @@ yet: the first becomes the gradient's own.
 
 Norms are computed and kept where the tensors are; nothing waits for them. Where a rank holds a part
 of a tensor, its caller adds up the squares, or finds the largest magnitude, before the update
-(:func:`novograd_phases`).
+(:func:`novograd_stages`).
 
 Source: Ginsburg et al., arXiv:1905.11286, algorithm 1; the decoupled form and the bias corrections
 are those of NVIDIA Apex.
@@ -35,10 +35,10 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar, as_vector
 from apex.ops.lists.multi_tensor import Update, Values
-from apex.ops.lists.phases import Kind, Phases, Sums, finish
+from apex.ops.lists.stages import Kind, Stages, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
+from apex.ops.lists.tensor_lists import Scalar, TensorList, as_vector
 from apex.ops.lists.tensor_norms import max_norms, square_sums
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import Step, corrections, l2_and_decay
@@ -115,21 +115,21 @@ class NovoGrad(NamedTuple):
 
 
 def kind_of(norm_type: int) -> Kind:
-    """What the first phase yields of each gradient."""
+    """What the first stage yields of each gradient."""
     return Kind(1, norm_type == 0)
 
 
 def novograd_(
-    columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
+    columns: Sequence[TensorList], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
     """Take one step; the states are moments, and norms: float32, one number for each tensor."""
-    finish(novograd_phases(columns, hyper, options))
+    finish(novograd_stages(columns, hyper, options))
 
 
 @torch.no_grad()
-def novograd_phases(
-    columns: Sequence[Column], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
-) -> Phases:
+def novograd_stages(
+    columns: Sequence[TensorList], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
+) -> Stages:
     """Take the same step on parts of tensors.
 
     Yields:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import Column, Scalar
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
+from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import l2_and_decay
 
@@ -82,7 +82,7 @@ class SGD(NamedTuple):
 
 
 def sgd_(
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
     hyper: SGD,
     options: StepOptions = DEFAULT_OPTIONS,
     first: torch.Tensor | None = None,

@@ -54,7 +54,7 @@ class DistributedTestBase(unittest.TestCase):
         tensors = [x for x in (first, second) if torch.is_tensor(x)]
         if len(tensors) == 1:  # beside a number, or numbers
             kwargs = {"check_dtype": False, **kwargs}
-            first, second = (_beside(x, tensors[0]) for x in (first, second))
+            first, second = (_on_device_of(x, tensors[0]) for x in (first, second))
         if tensors or kwargs:
             torch.testing.assert_close(first, second, msg=msg, **kwargs)
         else:
@@ -141,7 +141,7 @@ def _run(cls: type[DistributedTestBase], method: str, rank: int, url: str, pipe:
     pipe.send(answer)
 
 
-def _beside(x: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _on_device_of(x: Any, tensor: torch.Tensor) -> torch.Tensor:
     """``x`` as a tensor on the device of ``tensor``; numbers beside floats are float64."""
     if torch.is_tensor(x):
         return x.to(tensor.device)

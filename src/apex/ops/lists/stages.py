@@ -1,7 +1,7 @@
 """Updates that need sums over whole tensors, of which a rank may hold only a part.
 
 LAMB, NovoGrad and LARC scale by norms of whole tensors. Their updates are generators with two
-phases. The first ends by yielding :class:`Sums` over the tensors that it was given. It is sent the
+stages. The first ends by yielding :class:`Sums` over the tensors that it was given. It is sent the
 same sums over the whole tensors, and the second uses them. So an update does not know of ranks, and
 the sums of all updates of a step are added up over ranks together:
 
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from apex.ops.lists.columns import joined, taken
 from apex.ops.lists.placements import over_ranks
+from apex.ops.lists.tensor_lists import joined, taken
 
 
 class Kind(NamedTuple):
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the first phase of an update ends with.
+    """What the first stage of an update ends with.
 
     Attributes:
         values: float32 ``(numbers, tensors)``.
@@ -51,32 +51,32 @@ class Sums(NamedTuple):
         return Kind(len(self.values), self.largest)
 
 
-Phases = Generator[Sums, torch.Tensor, None]
+Stages = Generator[Sums, torch.Tensor, None]
 
 
-def finish(phases: Phases, whole: Callable[[Sums], torch.Tensor] = attrgetter("values")) -> None:
+def finish(stages: Stages, whole: Callable[[Sums], torch.Tensor] = attrgetter("values")) -> None:
     """Run an update to its end.
 
     Args:
-        phases: The update.
+        stages: The update.
         whole: Makes sums over the whole tensors of those over the local parts, of the same shape.
             Not called if the update needs none.
     """
-    for sums in phases:
-        _send(phases, whole(sums))
+    for sums in stages:
+        _send(stages, whole(sums))
 
 
-def _send(phases: Phases, whole: torch.Tensor) -> None:
+def _send(stages: Stages, whole: torch.Tensor) -> None:
     try:
-        phases.send(whole)
+        stages.send(whole)
     except StopIteration:
         return
-    raise AssertionError("an update has two phases")
+    raise AssertionError("an update has two stages")
 
 
 @torch.no_grad()
 def finish_on_shards(
-    updates: Iterable[tuple[Sequence[torch.Tensor], Phases | None]],
+    updates: Iterable[tuple[Sequence[torch.Tensor], Stages | None]],
     sharded: Sequence[torch.Tensor],
     kinds: Collection[Kind],
     total: Callable[..., torch.Tensor] = over_ranks,
@@ -93,28 +93,30 @@ def finish_on_shards(
         kinds: What the updates may yield, the same on all ranks.
         total: Adds up over ranks, see :func:`apex.ops.lists.placements.over_ranks`.
     """
-    begun = [(owners, phases, next(phases, None)) for owners, phases in updates if phases]
+    # All first stages run before the first collective: one for each kind then serves all updates.
+    begun = [(owners, stages, next(stages, None)) for owners, stages in updates if stages]
     place = {id(param): number for number, param in enumerate(sharded)}
     for kind in sorted(kinds):
         parts: list[tuple[list[int], torch.Tensor]] = []
         waiting = []
-        for owners, phases, sums in begun:
+        for owners, stages, sums in begun:
             if sums is None or sums.kind != kind:
                 continue
+            # Positions of sharded parameters: in this update, and in what all ranks send.
             mine = [n for n, param in enumerate(owners) if id(param) in place]
             there = [place[id(owners[n])] for n in mine]
             values = sums.values.t()
-            waiting.append((phases, values, mine, there))
+            waiting.append((stages, values, mine, there))
             if mine:
                 parts.append((there, taken(values, mine)))
         whole = total(_all_places(parts, sharded, kind), sharded, largest=kind.largest)
-        for phases, values, mine, there in waiting:
+        for stages, values, mine, there in waiting:
             new = values
-            if mine:
+            if mine:  # its sharded parameters get the sums of all ranks, the others keep their own
                 others = [*{*range(len(values))}.difference(mine)]
                 found = taken(whole, there).to(values.device, non_blocking=not values.is_cpu)
                 new = joined([(mine, found), *_if_any(others, values)])
-            _send(phases, new.t())
+            _send(stages, new.t())
 
 
 def _if_any(positions: list[int], values: torch.Tensor) -> list[tuple[list[int], torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Columns: lists of tensors, of which those at one position belong together.
+"""Lists of tensors, ``columns`` of a table: those at one position belong together.
 
 What every operation over lists needs: splitting by device and dtype, numbers on the right device,
 and vectors with a number for each position taken apart and put together. Nothing here is uploaded
@@ -18,7 +18,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.metadata import of_metadata
 
-Column = Sequence[torch.Tensor]
+TensorList = Sequence[torch.Tensor]
 Scalar = float | torch.Tensor
 Shape = Callable[[torch.Tensor], Sequence[int]]
 
@@ -32,7 +32,7 @@ _IS_CONTIGUOUS, _IS_NEG, _STRIDE = (
 
 
 def grouped(
-    columns: Sequence[Column],
+    columns: Sequence[TensorList],
 ) -> Iterable[tuple[list[int], list[list[torch.Tensor]], bool]]:
     """Split into lists of one device and one dtype for each column.
 
@@ -53,7 +53,7 @@ def grouped(
 
 
 @of_metadata
-def are_uniform(columns: Sequence[Column], *shapes: Shape) -> bool:
+def are_uniform(columns: Sequence[TensorList], *shapes: Shape) -> bool:
     """Whether one launch takes all columns as they are.
 
     They have tensors, on one device, each column of one dtype; the tensors of a position have one
@@ -80,7 +80,7 @@ def are_uniform(columns: Sequence[Column], *shapes: Shape) -> bool:
 
 
 @of_metadata
-def are_real_and_strided(columns: Sequence[Column]) -> bool:
+def are_real_and_strided(columns: Sequence[TensorList]) -> bool:
     """Whether no tensor is complex or has another layout than that of a dense one."""
     tensors = [*chain.from_iterable(columns)]
     is_complex = any(dtype.is_complex for dtype in {*map(_DTYPE, tensors)})
@@ -100,7 +100,7 @@ def refuse_nested(what: str, tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
-def of_one_kind(columns: Sequence[Column]) -> bool:
+def of_one_kind(columns: Sequence[TensorList]) -> bool:
     """Whether the columns have tensors, on one device, and each is of one dtype.
 
     By functions in C: 1,000 tensors in 0.1 ms.
@@ -122,7 +122,7 @@ def taken(vector: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
     return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
-def as_vector(column: Column) -> torch.Tensor:
+def as_vector(column: TensorList) -> torch.Tensor:
     """0-dim tensors of one device and dtype as a vector.
 
     It has their memory where they follow each other there, as what ``unbind`` returned does. Else
@@ -209,7 +209,7 @@ def set_flag(flag: torch.Tensor, found: torch.Tensor) -> None:
     flag.masked_fill_(here.reshape(()) != 0, 1)
 
 
-def are_contiguous(columns: Iterable[Column], signed: Iterable[Column]) -> bool:
+def are_contiguous(columns: Iterable[TensorList], signed: Iterable[TensorList]) -> bool:
     """Whether all columns are contiguous, and ``signed`` ones have their signs in memory.
 
     Looking for the negative bit takes 0.1 ms for 1,000 tensors.
@@ -220,7 +220,7 @@ def are_contiguous(columns: Iterable[Column], signed: Iterable[Column]) -> bool:
 
 
 @of_metadata
-def odd_positions(columns: Sequence[Column]) -> list[int]:
+def odd_positions(columns: Sequence[TensorList]) -> list[int]:
     """Positions whose tensors kernels cannot walk by address alone, in order.
 
     At the others memory holds the elements of all columns in one order, which may be any, without

@@ -1,0 +1,1 @@
+"""Programs that time or count against plain torch: ``python -m benchmarks.NAME --help``."""

@@ -1,0 +1,59 @@
+"""What the timing programs share; their numbers are no test's."""
+
+import importlib
+import pathlib
+import types
+
+import pytest
+
+turns = pytest.importorskip("benchmarks.turns", reason="not in a checkout")
+
+PROGRAMS = sorted(file.stem for file in pathlib.Path(turns.__file__).parent.glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "compiled_bytes" else []) for n in PROGRAMS],
+)
+def test_a_program_imports(name):
+    if name == "launch_cost":
+        pytest.importorskip("triton")
+    importlib.import_module(f"benchmarks.{name}")
+
+
+def test_ways_take_turns_and_every_other_round_is_reversed():
+    order = []
+
+    def way(name):
+        return lambda: order.append(name) or float(len(order))
+
+    ways = {name: way(name) for name in "abc"}
+    assert turns.take_turns(ways, 3, warm_up=1) == {
+        "a": [4, 9, 10],
+        "b": [5, 8, 11],
+        "c": [6, 7, 12],
+    }
+    assert "".join(order) == "abcabccbaabc"
+
+
+def test_turns_go_on_until_the_seconds_have_passed(monkeypatch):
+    times = iter(range(100))  # read at the beginning, and before each round but the first two
+    clock = types.SimpleNamespace(perf_counter=lambda: next(times))
+    monkeypatch.setattr(turns, "time", clock)
+    assert turns.take_turns({"a": lambda: 0.5}, 2, seconds=6.0) == {"a": [0.5] * 7}
+
+
+def test_a_call_is_timed_on_the_average_of_several():
+    clock = iter([10.0, 16.0])
+    made = []
+    assert turns.timed(lambda: made.append(0), 3, lambda: next(clock)) == 2.0
+    assert len(made) == 3
+
+
+def test_the_spread_of_ratios_by_hand():
+    found = turns.ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0])
+    assert found == turns.Spread(median=2.0, low=1.0, high=3.0, q1=1.0, q3=3.0)
+    assert str(found) == "2.00 [1.00 3.00]"
+    assert turns.spread([2.0]) == (2.0,) * 5
+    hundred = turns.spread(range(100))  # of 100 numbers the 41st and the 60th, which hold 95 %
+    assert (hundred.low, hundred.high) == (40, 59)
