@@ -48,7 +48,8 @@ class Program:
         layers += [nn.Linear(64, 4, **made_on)]
         model = nn.Sequential(*layers).to(DEVICE)
         options: Any = {"loss_scale": scale, "growth_interval": 3, "init_scale": 256.0}
-        self.busy, self.saved = busy, ()
+        self.busy = busy
+        self.saved: Any = None
         self.model, self.optimizer = amp.initialize(
             model, MAKERS[name](model.parameters()), opt_level=level, verbosity=0, **options
         )
@@ -237,7 +238,7 @@ def what_cannot_be_captured_is_named(name: str, seen: bool) -> str:
         amp.reset()
     if name == "a CPU scalar" and not seen:
         return "captured: CUDA takes its value"
-    same(*found, "weights")
+    same(found[0], found[1], "weights")
     need(len(said) == 1, f"warned {len(said)} times: {said}")
     need(__file__ in said[0], f"no line of the program: {said[0]}")
     return said[0][80:240]
