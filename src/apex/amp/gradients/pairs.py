@@ -141,8 +141,10 @@ class Pairs:
 
     def is_written(self) -> bool:
         """Whether a weight or a master was written or moved since amp has last recorded them."""
-        rows = list(zip(*self._now(), strict=True))
-        return rows != [master.recorded[:4] for master in self.masters]
+        now = self._now()
+        if now == self._seen:
+            return False
+        return list(zip(*now, strict=True)) != [master.recorded[:4] for master in self.masters]
 
     def are_equal(self) -> bool:
         """Whether every weight is its rounded master."""

@@ -6,6 +6,7 @@ CUDA's rules, each where it is kept:
   a parameter was first used on.
 * ``capture_error_mode="thread_local"``: what threads of a loader do to the GPU ends no capture.
 * A graph has a private pool of memory, which lives as long as the graph.
+* Kernels are chosen alike in warm-up, graph and later calls without it.
 * Random generators are registered, so that each replay draws other numbers. torch registers the
   default one.
 """
@@ -18,10 +19,18 @@ from typing import Any
 
 import torch
 
+from apex import ops
+
 
 def has_graphs(device: torch.device) -> bool:
     """Whether steps on ``device`` can be captured."""
     return device.type == "cuda"
+
+
+def by_gpu_time() -> contextlib.AbstractContextManager[object]:
+    """Choose kernels by the GPU's time: where steps are replayed, no host's time is saved."""
+    prefer = getattr(ops, "prefer", None)
+    return contextlib.nullcontext() if prefer is None else prefer("gpu")
 
 
 class DeviceGraph:
@@ -37,7 +46,7 @@ class DeviceGraph:
         """Run what is in the block on the stream, after what was sent and before what will be."""
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), by_gpu_time():
             yield
         here.wait_stream(self._stream)
 
@@ -49,7 +58,7 @@ class DeviceGraph:
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
         mode: Any = {"capture_error_mode": "thread_local", "stream": self._stream}
-        with torch.cuda.graph(graph, **mode):
+        with torch.cuda.graph(graph, **mode), by_gpu_time():
             found = work()
         here.wait_stream(self._stream)
         self._graph = graph
