@@ -151,7 +151,7 @@ AMP = [
         plant="Ignore writes to a weight that has a master.",
         test="tests/amp/gradients/test_written_masters.py::test_weights_that_were_given_other_memory_are_taken_over"
         "[O2]",
-        file="src/apex/amp/gradients/pairs.py",
+        file="src/apex/amp/gradients/parameters.py",
         old="master.take_over(weight, both=is_written)",
         new="pass",
     ),

@@ -26,6 +26,10 @@ class Training:
 
     ``shared`` has ids of ledgers, by the id of a tensor that several of them step. ``last_pass`` is
     0 before the first ``scale_loss``. ``casts`` returns the function casts of its models, if any.
+
+    Attributes:
+        casts_functions: Whether its level casts functions.
+        has_several: Whether it has, or had, several optimizers.
     """
 
     properties: Properties
@@ -38,10 +42,15 @@ class Training:
     made: int = field(default_factory=moments.__next__)
     last_pass: int = 0
     casts: Callable[[], Any] = lambda: None
+    casts_functions: bool = field(init=False)
+    has_several: bool = field(init=False, default=False)
     _models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = field(
         default_factory=list
     )
     _ledgers: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.casts_functions = self.properties.casts_functions
 
     def add_models(self, models: Sequence[torch.nn.Module], records: Sequence[Any]) -> None:
         """Remember ``models``, and the records of their forwards."""
@@ -53,6 +62,7 @@ class Training:
     def add_ledger(self, ledger: Any) -> None:
         """Remember the gradients of one optimizer."""
         self._ledgers.append(weakref.ref(ledger))
+        self.has_several = len(self._ledgers) > 1
         self.find_shared()
 
     def ledgers(self) -> list[Any]:
@@ -73,10 +83,6 @@ class Training:
         if not all([one.last_pass < trainings[-1].made for one in trainings]):
             trainings = in_use(with_scale())
         return [self, *trainings][-1].loss_scalers
-
-    def has_several(self) -> bool:
-        """Whether it has, or had, several optimizers."""
-        return len(self._ledgers) > 1
 
     def co_owners(self, listed: Sequence[Any]) -> list[Any]:
         """The ledgers not listed whose optimizers share a parameter with one that is."""

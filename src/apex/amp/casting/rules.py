@@ -73,6 +73,7 @@ class Registration(NamedTuple):
 
 _USER_CAST_REGISTRY: set[Registration] = set()  # hold until reset
 _USER_PROMOTE_REGISTRY: set[Registration] = set()
+REGISTRIES = _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
 

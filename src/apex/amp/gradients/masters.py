@@ -1,7 +1,7 @@
 """Float32 masters of 16-bit weights, one by one.
 
 ``table`` maps each 16-bit weight to its :class:`Master` for as long as the weight lives.
-:mod:`apex.amp.gradients.pairs` has what is done to all masters of an optimizer or a model.
+:mod:`apex.amp.gradients.parameters` has what is done to all masters of an optimizer or a model.
 """
 
 from __future__ import annotations
