@@ -191,6 +191,14 @@ def test_a_step_can_be_followed(level, most):
         )
 
 
+def test_unscaling_goes_through_no_cast():
+    calls = Corridor("O1").calls
+    end = calls.index(("amp/scaling.py", "__exit__"))
+    kernel = ("amp/casting/dispatcher.py", "kernel")
+    assert kernel in calls[:end]
+    assert kernel not in calls[end:]
+
+
 if __name__ == "__main__":
     if not sys.argv[1:]:
         for level in ("O0", "O1", "O2", "O3", "O4", "O5"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from apex.amp._amp_state import master_params
+from apex.amp.gradients.masters import master_params
 from apex.amp.gradients.overflow import Outcome
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import SCALE

@@ -28,7 +28,7 @@ from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
-from apex.amp.gradients.overflow import Overflow
+from apex.amp.gradients.overflow import Overflow, SkippedStep
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_checks import ModelCheck, StepCheck
 from apex.amp.policy import HALF_TYPES
@@ -163,10 +163,6 @@ class OptimizerState:
 
     # -- the step ------------------------------------------------------------------------------
 
-    def can_skip(self) -> bool:
-        """Whether any step of this optimizer could be skipped."""
-        return any([scaler.dynamic for scaler in self.training.loss_scalers])
-
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step, unless a pass since the last one was not finite.
 
@@ -223,7 +219,7 @@ class OptimizerState:
             self.refuse_superseded()
         if self.ledger.scaled_elsewhere:
             self.ledger.refuse_scaled_elsewhere()
-        if has_closure and self.can_skip():
+        if has_closure and self.training.is_dynamic():
             raise RuntimeError(
                 "amp: step() was given a closure, but with dynamic loss scaling a step can be "
                 "skipped after the closure ran. Use a static loss_scale (or O4, O5), or call "
@@ -244,7 +240,7 @@ class OptimizerState:
         block = self.ledger.is_captured
         if block is None or block is self.overflow.counts.are_captured():
             return
-        if self.can_skip() or self.params.weights or self.ledger.fused is not None:
+        if self.training.is_dynamic() or self.params.weights or self.ledger.fused is not None:
             captures.refuse_part(self._optimizer(), block=block)
 
     def _refuse_read(self, passes: list[Pass]) -> None:
@@ -274,14 +270,12 @@ class OptimizerState:
         self.ledger.leave(passes)
         return noop
 
-    def _tell(
-        self, report: overflows.SkippedStep | None, passes: list[Pass], *, is_new: bool
-    ) -> None:
+    def _tell(self, report: SkippedStep | None, passes: list[Pass], *, is_new: bool) -> None:
         """Tell a watch what the host has decided, before gradients are freed.
 
         It has seen what is not ``is_new``: gradients of a step that was skipped before.
         """
-        if is_new and self.can_skip():
+        if is_new and self.training.is_dynamic():
             scale = float(passes[0 if report is None else report.place].scale)
             self.observer.stepped(self._optimizer(), report is not None, scale)
 
@@ -348,6 +342,7 @@ class OptimizerState:
         if self._is_stepping:
             return
         self._refuse_step(has_closure=has_closure)
+        self._refuse_part()
         if has_closure and self.use_masters:
             raise RuntimeError(
                 f"amp: step(closure) of the {type(inner).__name__} inside of a "
@@ -355,11 +350,8 @@ class OptimizerState:
                 "masters are written to the model. Call step(closure) of the object that was "
                 "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
-        is_captured = _runtime.capturing()
-        if is_captured or self.ledger.is_captured:
-            self._refuse_part()
         passes, is_new = self.ledger.take_passes()
-        if is_captured:
+        if _runtime.capturing():
             self._refuse_read(passes)
         report = self.overflow.read(passes, is_new=is_new)
         if self.observer is not None:
@@ -377,7 +369,7 @@ class OptimizerState:
             casts.forget_weights()
             self.ledger.after_step(is_taken=True)
 
-    def _skip(self, report: overflows.SkippedStep, passes: list[Pass], *, is_fused: bool) -> None:
+    def _skip(self, report: SkippedStep, passes: list[Pass], *, is_fused: bool) -> None:
         self.ledger.leave(passes)
         self.overflow.log(report)
         # Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too.

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from apex.amp._amp_state import _amp_state
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.gradients.ledger import Ledger, Pass, State
+from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.training import is_disabled, moments

@@ -28,7 +28,6 @@ class Training:
     0 before the first ``scale_loss``. ``casts`` returns the function casts of its models, if any.
 
     Attributes:
-        casts_functions: Whether its level casts functions.
         has_several: Whether it has, or had, several optimizers.
     """
 
@@ -36,21 +35,18 @@ class Training:
     loss_scalers: list[LossScaler]
     verbosity: int
     max_skipped_steps: int
+    casts_functions: bool = False
     fused_step: bool = False
     process_group: Any = None
     shared: dict[int, set[int]] = field(default_factory=dict)
     made: int = field(default_factory=moments.__next__)
     last_pass: int = 0
     casts: Callable[[], Any] = lambda: None
-    casts_functions: bool = field(init=False)
     has_several: bool = field(init=False, default=False)
     _models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = field(
         default_factory=list
     )
     _ledgers: list[weakref.ref[Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.casts_functions = self.properties.casts_functions
 
     def add_models(self, models: Sequence[torch.nn.Module], records: Sequence[Any]) -> None:
         """Remember ``models``, and the records of their forwards."""

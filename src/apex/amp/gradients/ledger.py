@@ -164,8 +164,7 @@ class Pass:
         for ledger in self.ledgers:
             ledger.is_captured = is_captured
         delayed = delayed or not self.synchronised
-        may_keep = check and self.ledgers[0].fused is not None
-        if delayed or (may_keep and self._try_to_keep_scaled()):
+        if delayed or (check and self.ledgers[0].fused and self._try_to_keep_scaled()):
             for ledger in self.ledgers:
                 ledger.scaled = self
                 ledger.state = State.DELAYED if delayed else State.FOR_STEP

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -161,3 +161,24 @@ def grads_to_step(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if master is None or weight.grad is not master.taken:
             found.append(weight.grad)
     return [grad for grad in found if grad is not None]
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor the optimizer steps: the float32 masters at O2 and O5.
+
+    Args:
+        optimizer: Anything with ``param_groups``.
+
+    Raises:
+        TypeError: It has none, such as a model.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"amp.master_params was given {type(optimizer).__name__}; pass the optimizer, which "
+            "knows the masters."
+        )
+    expose = getattr(getattr(optimizer, "_amp_stash", None), "expose", None)
+    if expose is not None:
+        expose()
+    for group in optimizer.param_groups:
+        yield from group["params"]

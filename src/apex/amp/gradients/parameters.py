@@ -35,6 +35,7 @@ from apex.ops import _runtime
 from apex.ops.lists import unscale
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
+_Values = Mapping[torch.Tensor, torch.Tensor]  # by the tensor that they belong to
 Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
 _VERSION = operator.attrgetter("_version")
@@ -459,7 +460,7 @@ class Parameters(Pairs):
         return [param for group in self.groups() for param in group["params"]]
 
     @torch.no_grad()
-    def _replace(self, full: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _replace(self, full: _Values) -> None:
         """Give all 16-bit weights in the groups masters, and remember what is there."""
         stepped, targets = [], []
         for group in self.groups():
@@ -480,7 +481,7 @@ class Parameters(Pairs):
         Pairs(new).record()
         self._changed()
 
-    def sync(self, full: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+    def sync(self, full: _Values | None = None) -> None:
         """Give new 16-bit weights in the groups masters; ``full`` may have their float32 values."""
         now = [param for group in self.groups() for param in group["params"]]  # no more frames
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
@@ -498,9 +499,7 @@ class Parameters(Pairs):
         self.reconcile(compare=compare)
         return self.take_new(owners)
 
-    def _master_of(
-        self, weight: torch.Tensor, full: Mapping[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def _master_of(self, weight: torch.Tensor, full: _Values) -> torch.Tensor:
         """The master of ``weight``, made now if there is none."""
         optimizer = self._optimizer()
         value = full.get(weight)
@@ -527,9 +526,7 @@ class Parameters(Pairs):
             if weight in state and not state[weight]:
                 del state[weight]
 
-    def for_stepped(
-        self, stash: Mapping[torch.Tensor, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def for_stepped(self, stash: _Values) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients by what is stepped, given by what backward writes to."""
         stepped = dict(zip(map(id, self.targets), self.stepped, strict=True))
         rows = [(stepped[id(target)], grad) for target, grad in stash.items()]
