@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
@@ -90,11 +91,16 @@ class Master:
 class MasterTable:
     """The masters of all 16-bit weights in the process, found from the weight or the master.
 
-    ``changes`` counts masters that were added, dropped or moved to another device.
+    Attributes:
+        changes: How many masters were added, dropped or moved to another device.
+        numbers: Of records of versions and addresses.
+        newest: The number of the last one.
     """
 
     def __init__(self) -> None:
         self.changes = 0
+        self.numbers = itertools.count(1)
+        self.newest = 0
         self._lock = threading.RLock()
         self._masters: Any = WeakTensorKeyDictionary()  # weight -> Master
         # A master's tensor -> a weak reference to its weight.

@@ -17,7 +17,6 @@ many small weights, each operation on all of them is one comprehension or C loop
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
 import weakref
@@ -43,13 +42,12 @@ _GRAD = operator.attrgetter("grad")
 _IS_SPARSE = operator.attrgetter("is_sparse")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
+_WEIGHT, _MASTER, _EXPOSED = slice(0, 2), slice(2, 4), "exposed"  # in Master.recorded
+
 _WITH_MEMORY = {*OWN_MEMORY, type(None)}
 # Elements up to which the memory of a master's gradient is kept between steps. To allocate it costs
 # 1.3 us a tensor, as much as to fill 2**14 elements; larger ones would only cost memory.
 _MOST_KEPT = 2**14
-
-_numbers = itertools.count(1)
-_newest = 0  # the number of the last record
 
 
 # -- tensors of an optimizer or a model ------------------------------------------------------------
@@ -169,21 +167,19 @@ class Pairs:
 
     def record(self) -> None:
         """Record that every weight is its rounded master now."""
-        global _newest  # noqa: PLW0603
         self._seen = self._now()
         for master, recorded in zip(self.masters, self._by_pair(self._seen), strict=True):
             master.recorded = recorded
-        self._number = _newest = next(_numbers)
+        self._number = table.newest = next(table.numbers)
         if self.exposed:
             self.expose()
 
     def expose(self) -> None:
         """Count the masters as written."""
-        global _newest  # noqa: PLW0603
         self.exposed, self._number = True, -1
-        _newest = next(_numbers)
+        table.newest = next(table.numbers)
         for master in self.masters:
-            master.recorded = (*master.recorded[:4], "exposed")
+            master.recorded = (*master.recorded[:4], _EXPOSED)
 
     def reconcile(self, *, compare: bool = False) -> None:
         """Bring what others have written to masters and weights since to both of them.
@@ -197,20 +193,20 @@ class Pairs:
         """
         now = self._now()
         # No `Pairs` has recorded since this one did, so what it recorded is what masters have.
-        if not compare and self._number == _newest and now == self._seen:
+        if not compare and self._number == table.newest and now == self._seen:
             return
         # Another one, such as the model's, has recorded: ask the masters themselves.
         seen_rows = self._by_pair(now)
         if not compare and seen_rows == [master.recorded for master in self.masters]:
-            self._seen, self._number = now, _newest
+            self._seen, self._number = now, table.newest
             return
         rounded: list[Any] = []
         with torch.no_grad():
             for row, seen in zip(self._rows, seen_rows, strict=True):
                 weight, _, master = row
-                is_written = master.recorded[2:4] != seen[2:]
-                counts_as_written = is_written or len(master.recorded) > len(seen)
-                is_weight_written = master.recorded[:2] != seen[:2]
+                is_written = master.recorded[_MASTER] != seen[_MASTER]
+                counts_as_written = is_written or _EXPOSED in master.recorded
+                is_weight_written = master.recorded[_WEIGHT] != seen[_WEIGHT]
                 is_weight_written |= compare and not counts_as_written
                 if is_weight_written and (master.is_stepped or is_written):
                     master.take_over(weight, both=is_written)
