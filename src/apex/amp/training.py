@@ -24,6 +24,7 @@ moments = itertools.count(1)  # of new trainings and of passes, to tell which wa
 class Training:
     """The models, optimizers, scalers and settings of one ``initialize`` call.
 
+    ``policy`` is, for each model, the modules that one keeps in float32; ``None`` without a policy.
     ``shared`` has ids of ledgers, by the id of a tensor that several of them step. ``last_pass`` is
     0 before the first ``scale_loss``. ``casts`` returns the function casts of its models, if any.
 
@@ -38,6 +39,7 @@ class Training:
     casts_functions: bool = False
     fused_step: bool = False
     process_group: Any = None
+    policy: list[dict[str, str]] | None = None
     shared: dict[int, set[int]] = field(default_factory=dict)
     made: int = field(default_factory=moments.__next__)
     last_pass: int = 0
