@@ -151,7 +151,7 @@ AMP = [
         plant="Ignore writes to a weight that has a master.",
         test="tests/amp/gradients/test_written_masters.py::test_weights_that_were_given_other_memory_are_taken_over"
         "[O2]",
-        file="src/apex/amp/gradients/pairs.py",
+        file="src/apex/amp/gradients/parameters.py",
         old="master.take_over(weight, both=is_written)",
         new="pass",
     ),
@@ -203,8 +203,8 @@ AMP = [
         plant="Convert batchnorm layers that are not affine.",
         test="tests/amp/initialize/test_modules.py::test_which_weights_are_cast[O2-None]",
         file="src/apex/amp/casting/models.py",
-        old="or (keep_batchnorm and isinstance(module, _BatchNorm)):",
-        new="or (keep_batchnorm and isinstance(module, _BatchNorm) and module.affine):",
+        old="(keep_batchnorm and isinstance(module, _BatchNorm))",
+        new="(keep_batchnorm and isinstance(module, _BatchNorm) and module.affine)",
     ),
     Behaviour(
         "amp",
