@@ -11,6 +11,7 @@ are edited.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count, groupby, repeat
 from operator import attrgetter, is_
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.tensor_lists import of_one_kind
+from apex.ops.lists.tensor_lists import Scalar, of_one_kind, piece
 from apex.ops.updates.adam import DeviceSteps
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
@@ -52,6 +53,8 @@ def with_grads(
     found: list[Any]
     if grads is None:
         found = [*map(_GRAD, params)]
+    elif len(grads) == len(params) and all(map(is_, grads, params)):
+        found = [*grads.values()]
     else:
         found = [grads.get(param, param.grad) for param in params]
     if any(map(is_, found, repeat(None))):
@@ -230,10 +233,11 @@ def split(
     if is_uniform or (extra is None and of_one_kind(columns)):
         start = 0
         for number, size in enumerate(sizes):
-            part = slice(start, start := start + size)
+            first, start = start, start + size
             if size:
-                some: Any = None if extra is None else list(extra[part])
-                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], some)
+                some: Any = None if extra is None else piece(extra, first, start)
+                own = [piece(column, first, start) for column in columns]
+                yield number, Launch(piece(params, first, start), own, some)
         return
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
@@ -250,3 +254,27 @@ def split(
         listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
         some = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
         yield owners[chosen[0]], Launch(listed, picked, some or None)
+
+
+def on_device(value: Scalar, device: torch.device) -> Scalar:
+    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+
+def scalar(value: Any, device: torch.device) -> Scalar:
+    """A group's number for a kernel: a Python number, or a float32 tensor on ``device``.
+
+    What is on the host is read there: of float32 the shortest number that it can stand for, 0.001
+    and not 0.0010000000475. torch's CPU kernels compute with float64 numbers, and a learning rate
+    in a tensor (``capturable``) has to step as the same one without.
+    """
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if _runtime.waits(value.device):
+        return value.to(device, torch.float32, non_blocking=True).reshape(())
+    exact: float = value.item()
+    if value.dtype == torch.float32:
+        for digits in (6, 7, 8):
+            short = float(f"{exact:.{digits}g}")
+            if struct.unpack("f", struct.pack("f", short))[0] == exact:
+                return short
+    return exact

@@ -12,6 +12,7 @@ from apex.ops.lists.stages import Kind
 from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
 from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_stages
 from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._checkpoint import saved_states
 from apex.optimizers._eight_bit import is_code
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
@@ -192,7 +193,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Give each parameter its norm: by dtype, or in order if those saved have one dtype."""
         found = super()._from_torch(state_dict)
-        dtypes = {number: param.dtype for number, param, _ in self._saved_states(found)}
+        dtypes = {number: param.dtype for number, param, _ in saved_states(self, found)}
         for group in found["param_groups"]:
             _split_norms(group, found["state"], dtypes)
             group.pop("exp_avg_sq", None)

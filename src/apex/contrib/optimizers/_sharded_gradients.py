@@ -28,6 +28,7 @@ from apex.ops.lists.flat import broadcast, group_by_size
 from apex.ops.lists.shards import Kinds, Piece, Sent, ShardBucket
 from apex.ops.lists.streams import HookOrder
 from apex.ops.lists.tensor_lists import Scalar
+from apex.optimizers import _checks
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -273,7 +274,7 @@ class ShardedGradients(FusedOptimizer):
     def _take(self, bucket: ShardBucket, place: int) -> None:
         param = bucket.params[place]
         if param.grad is not None:
-            self._check_grads([param.grad])
+            _checks.gradients(self._name, [param.grad])
         while bucket.grad_buffer is not None and bucket.flat is None:  # it is on its way
             self._receive()
         bucket.add(place)
