@@ -63,13 +63,23 @@ from apex.optimizers._launches import (
     split,
     with_copies,
     with_grads,
+    without_missing,
 )
 from apex.optimizers._zero import Partition, partition
 
 _MASTERED = methodcaller("__contains__", "master_param")
+_PLAIN = OWN_MEMORY | {type(None)}  # a gradient may be missing
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
-_NOT_COPIED = {"_amp_stash", "_scaled_step", "_written", "_dummy_overflow_buf", "_begun", "_apart"}
+_NOT_COPIED = {
+    "_amp_stash",
+    "_scaled_step",
+    "_written",
+    "_dummy_overflow_buf",
+    "_begun",
+    "_apart",
+    "_shown",
+}
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -339,7 +349,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         active = [with_grads(group, grads) for group in self.param_groups]
         every = concatenated([group["params"] for group in self.param_groups])
         gradients = concatenated([one.grads for one in active])
-        plain = OWN_MEMORY.issuperset(map(type, chain(every, gradients)))
+        types = {*map(type, chain(every, gradients))}
+        if type(None) in types:
+            active = [*map(without_missing, active)]
+            gradients = concatenated([one.grads for one in active])
+        plain = types <= _PLAIN
         sharded = [] if plain else [*filter(is_sharded, every)]
         if plain:
             gradients = TensorColumn(gradients)

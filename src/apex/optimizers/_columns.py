@@ -199,8 +199,11 @@ def _slot_columns(
     optimizer: Any, states: Sequence[dict[str, Any]], kept: tuple[str, ...]
 ) -> list[list[torch.Tensor]]:
     """The slots of states as columns; ``KeyError`` if one has none."""
-    getter = itemgetter if optimizer._state_form == "plain" else eight_bit.stored_as
-    return [[*map(getter(slot), states)] for slot in kept]
+    if optimizer._state_form == "8bit":
+        return [[*map(eight_bit.stored_as(slot), states)] for slot in kept]
+    if len(kept) < 2:
+        return [[*map(itemgetter(slot), states)] for slot in kept]
+    return [*map(list, zip(*map(itemgetter(*kept), states), strict=True))] or [[] for _ in kept]
 
 
 def _extras(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count, groupby, repeat
+from itertools import count, groupby
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class GroupGrads(NamedTuple):
 def with_grads(
     group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
 ) -> GroupGrads:
-    """The group with those of its parameters that have a gradient."""
+    """The group with the gradients of all its parameters; ``None`` for those that have none."""
     params = group["params"]
     found: list[Any]
     if grads is None:
@@ -57,10 +57,14 @@ def with_grads(
         found = [*grads.values()]
     else:
         found = [grads.get(param, param.grad) for param in params]
-    if any(map(is_, found, repeat(None))):
-        params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
-        found = [grad for grad in found if grad is not None]
     return GroupGrads(group, params, found)
+
+
+def without_missing(one: GroupGrads) -> GroupGrads:
+    """The group with those of its parameters that have a gradient."""
+    pairs = zip(one.params, one.grads, strict=True)
+    params = [param for param, grad in pairs if grad is not None]
+    return GroupGrads(one.group, params, [grad for grad in one.grads if grad is not None])
 
 
 def with_copies(
