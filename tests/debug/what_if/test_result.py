@@ -42,7 +42,7 @@ def test_the_answer_comes_first(overflowing):
         ["3", "Linear"],
     ]
     assert " ".join(rows[4][2:4]) == "not safe"
-    lines = reasons.splitlines()
+    lines = [one for one in reasons.splitlines() if "0.k: look" not in one]
     assert lines[0].startswith("float16, 0.scores: not safe, its scores reach")
     assert lines[0].endswith("-> nan.")  # alone in float16
     exact, alone, cosine = overflowing[1].layers[3].whole["e4m3"]
