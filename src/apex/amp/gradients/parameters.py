@@ -219,6 +219,11 @@ class Pairs:
                 torch._foreach_copy_(list(weights), list(tensors))
         self.record()
 
+    def is_written(self) -> bool:
+        """Whether a weight or a master was written or moved since amp has last recorded them."""
+        recorded = [master.recorded[:4] for master in self.masters]
+        return self._by_pair(self._now()) != recorded
+
     def are_equal(self) -> bool:
         """Whether every weight is its rounded master."""
         return all(torch.equal(weight, t.to(weight.dtype)) for weight, t, _ in self._rows)
