@@ -65,6 +65,7 @@ PARTS = {
     ),
     "steps": Part(["tools.gpu.part", "steps"], 150),
     "graphs": Part(["tools.gpu.part", "graphs"], 150),
+    "captures": Part(["tools.gpu.part", "captures"], 150),
     "layers": Part(["tools.gpu.part", "layers"], 150),
     "ranks": Part(["tools.gpu.part", "ranks"], 150),
     "large": Part(["tools.gpu.part", "large"], 120),
@@ -72,7 +73,7 @@ PARTS = {
     "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
     "lists": Part(["tools.gpu.part", "times:lists"], 60, "times"),
     "ops": Part(["tools.gpu.part", "times:ops"], 60, "times"),
-    "captured": Part(["tools.gpu.part", "times:captured"], 60, "times"),
+    "captured": Part(["tools.gpu.part", "times:captured"], 120, "times"),
 }  # fmt: skip
 
 

@@ -247,7 +247,7 @@ class Watch:
         if managed is not None:
             managed.observer = self
             self._undo.append(lambda: setattr(managed, "observer", None))
-            if managed.can_skip():  # amp checks gradients itself
+            if managed.training.is_dynamic():  # amp checks gradients itself
                 return
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(lambda *_: self._give_back())
