@@ -502,10 +502,10 @@ def test_a_capture_that_fails_is_put_back(level):
     found, counted = [], []
 
     def function(program, x):
+        counted.append(len(program.optimizer._amp_stash.ledger.passes))
         loss = program.model(x).float().square().mean()
         with amp.scale_loss(loss, program.optimizer) as scaled:
             scaled.backward()
-        counted.append(1)
         if _runtime.capturing():
             raise ZeroDivisionError("not here")
         program.optimizer.step()
@@ -523,7 +523,7 @@ def test_a_capture_that_fails_is_put_back(level):
         found.append(program.seen())
         amp.reset()
     assert equal(*found)
-    assert len(counted) == 10 + 11
+    assert counted == [0] * (10 + 11)  # no pass is left for the next step to look at
 
 
 def test_of_an_error_after_an_error_the_one_of_the_program_is_named():
@@ -541,7 +541,7 @@ def watched(program):
 
 
 def wrapped(program):
-    program.optimizer._amp_stash.ledger.records[0].synchronises = True
+    program.optimizer._amp_stash.params.records[0].synchronises = True
 
 
 def in_a_group(program):

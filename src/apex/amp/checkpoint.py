@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from apex.amp._amp_state import _amp_state
+from apex.amp.newest import _amp_state
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training, alive, in_use, is_disabled, with_scale

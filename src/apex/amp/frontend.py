@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 import torch
 
 from apex.amp import checks, distributed_checkpoint, handle
-from apex.amp._amp_state import _amp_state
 from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting import kept as policies
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.gradients.step_checks import share_memory
+from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler, check
@@ -240,6 +240,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         scalers,
         verbosity=int(verbosity),
         max_skipped_steps=max_skipped_steps,
+        casts_functions=properties.casts_functions,
         fused_step=fused_step,
         process_group=process_group,
         policy=policies.saved(kept),
