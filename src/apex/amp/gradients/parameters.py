@@ -221,8 +221,10 @@ class Pairs:
 
     def is_written(self) -> bool:
         """Whether a weight or a master was written or moved since amp has last recorded them."""
-        recorded = [master.recorded[:4] for master in self.masters]
-        return self._by_pair(self._now()) != recorded
+        now = self._now()
+        if now == self._seen:
+            return False
+        return self._by_pair(now) != [master.recorded[:4] for master in self.masters]
 
     def are_equal(self) -> bool:
         """Whether every weight is its rounded master."""
