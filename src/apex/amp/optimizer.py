@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from apex.amp import checks
+from apex.amp import checks, entries
 from apex.amp.casting import state as casts
 from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
@@ -30,7 +30,7 @@ from apex.amp.gradients.overflow import Overflow
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_checks import ModelCheck, StepCheck
 from apex.amp.policy import HALF_TYPES
-from apex.amp.replaced import Replaced
+from apex.amp.replaced import Replaced, optimizers_inside
 from apex.amp.training import Training, managed
 from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
@@ -61,6 +61,7 @@ class OptimizerState:
         *,
         had_views: bool = False,
     ) -> None:
+        entries.complete(optimizer)
         self.training = training
         self.use_masters = use_masters
         self.superseded = False
@@ -94,6 +95,8 @@ class OptimizerState:
         self._replaced = Replaced(optimizer, methods, attributes)
         self._inner_step = self._replaced.inner["step"]
         self._replaced.watch(optimizer, weakref.ref(self))
+        owners = [optimizer, *optimizers_inside(optimizer)] if use_masters else []
+        self._sharing = entries.Sharing(owners, params)
         managed.add(optimizer)
 
     def _find_models_and_owners(self) -> None:
@@ -109,6 +112,7 @@ class OptimizerState:
         self.ledger.unscale_delayed(check=False)
         self.params.sync()
         self._replaced.take_off(optimizer)
+        self._sharing.take_off([optimizer, *optimizers_inside(optimizer)])
         self.params.restore()
 
     # -- what scale_loss, clipping and readers need --------------------------------------------
