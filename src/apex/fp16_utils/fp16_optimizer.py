@@ -26,7 +26,7 @@ import torch
 
 from apex.amp import _speech
 from apex.amp.casting import cpu_float16
-from apex.amp.gradients.accumulation import write_zeros
+from apex.amp.gradients.tensors import write_zeros
 from apex.fp16_utils import checkpoint
 from apex.fp16_utils.fp16util import FP16_Module, conversion_helper, fp16_to_fp32, fp32_to_fp16
 from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, check_scale

@@ -11,7 +11,7 @@ from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
-from apex.optimizers._groups import HALF
+from apex.optimizers._checks import HALF
 
 
 class FusedAdam(FusedOptimizer):
