@@ -12,7 +12,7 @@ An operation computes the same on every path; :meth:`op.__call__` chooses one:
 
 From the schema follow the operator and its backward, their functions for fake tensors, what is
 saved, gradients of gradients (of the definition), vmap over a backward, and the autocast rule.
-``benchmarks/launch_cost.py`` times an eager call: names become positions once, when it is built.
+``benchmarks/op_host_time.py`` times an eager call: names become positions once, when it is built.
 """
 
 from __future__ import annotations
