@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Net(nn.Module):
     """A net with a head, and perhaps a second head whose loss is tiny."""
 
     features = 0
+    head: nn.Module
 
     def __init__(self, *, tiny: bool) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ def _unscaled(net: Any, size: float) -> None:
     net.b2.k.weight.mul_(size)
 
 
-def _norm(net: Any, norm: nn.Module, reader: torch.Tensor, size: float) -> None:
+def _norm(net: Any, norm: Any, reader: torch.Tensor, size: float) -> None:
     norm.weight[0] *= size
     norm.bias[0] = size if isinstance(norm, nn.BatchNorm2d) else norm.bias[0]
     reader[:, 0] /= size
@@ -310,9 +312,7 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
             plain, tool = [], []
             for _ in range(5):
                 plain.append(min(_seconds(step) for _ in range(4)))
-                tool.append(
-                    _seconds(lambda m=model, d=data, f=form: what_if(m, loss, d, formats=[f]))
-                )
+                tool.append(_seconds(partial(what_if, model, loss, data, formats=[form])))
             steps = [one / other for one, other in zip(tool, plain, strict=True)]
             table[f"width {width}, batch {size}, {form}"] = round(statistics.median(steps), 1)
         _write(args, "cost", table)
@@ -332,7 +332,7 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
 
     table: dict[str, Any] = {}
     for name in ("digits-mlp", "digits-cnn", "text-lstm"):
-        task = load(name, TaskOptions(torch.device("cpu"), quick=True))
+        task: Any = load(name, TaskOptions(torch.device("cpu"), quick=True))
         torch.manual_seed(FIRST_SEED)
         found = what_if(task.model().train(), task.loss, _take(task, FIRST_SEED, BATCHES))
         wide = [_trained(task, FIRST_SEED + n, None, 1.0) for n in range(args.wide)]

@@ -28,6 +28,9 @@ CUDA_ONLY = {
 TRACES_SET_AUTOCAST = IS_2_13
 
 
+# 2.13: Tensor.grad_dtype, the dtype that a parameter's gradient has and is added up in.
+HAS_GRAD_DTYPE = IS_2_13
+
 # 2.13: the names of collectives on flat tensors; the older ones warn there.
 REDUCE_SCATTER = "reduce_scatter_single" if IS_2_13 else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if IS_2_13 else "all_gather_into_tensor"

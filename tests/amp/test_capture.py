@@ -540,7 +540,7 @@ def watched(program):
 
 
 def wrapped(program):
-    program.optimizer._amp_stash.ledger.records[0].synchronises = True
+    program.optimizer._amp_stash.params.records[0].synchronises = True
 
 
 def in_a_group(program):

@@ -111,8 +111,9 @@ def test_both_written_differently_take_the_weight_and_warn(level):
     with torch.no_grad():
         master.copy_(torch.tensor([[0.1, 0.1, 0.5, 0.5]]))
         model.weight.copy_(torch.tensor([[0.1, 0.25, 0.5, 1.0]]))
-    with pytest.warns(UserWarning, match=r"shape \[1, 4\].*were both written"):
+    with pytest.warns(UserWarning, match=r"shape \[1, 4\].*were both written") as caught:
         output(model)
+    assert [warning.filename for warning in caught] == [__file__]  # whatever lies between
     assert torch.equal(master, torch.tensor([[0.1, 0.25, 0.5, 1.0]]))
     assert torch.equal(model.weight, master.to(MODEL[level]))
 

@@ -61,6 +61,9 @@ def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
 class _ModelCasts:
     """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
+    # Of the modules of a policy, until a forward; models that were pickled in 2026 lack it.
+    calls: policies.Calls | None = None
+
     def __init__(
         self,
         model: str,
@@ -75,7 +78,6 @@ class _ModelCasts:
         self.forwards = ForwardRecord(inputs in HALF_TYPES)
         self.has_16_bit_weights = False
         self.is_guarded = False
-        self.calls: policies.Calls | None = None  # of the modules of a policy, until a forward
 
 
 _Level = _ModelCasts  # its name in models that were pickled in 2026

@@ -12,6 +12,9 @@ changes that state in three ways:
   ``torch.autocast`` does.
 * :func:`off` switches casts off for a block.
 
+A forked process begins without the casts of a thread, as one that is spawned: a worker of a
+DataLoader computes in float32.
+
 :func:`current` says whether the casts in force are amp's, so that a program's own
 ``torch.autocast`` keeps torch's meaning.
 """
@@ -19,7 +22,9 @@ changes that state in three ways:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -250,6 +255,7 @@ def _turn(enabled: dict[str, bool]) -> None:
 def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
     """Switch ``casts`` on for all that this thread runs, until :func:`disable_for_thread`."""
     disable_for_thread()
+    _end_in_forked_processes()
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
     now = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types()]
     thread.before = _Saved(None, *own, now, cache, nested=False)
@@ -279,6 +285,13 @@ def disable_for_thread() -> None:
     _defer_to_end_of_off()
     torch.set_autocast_cache_enabled(saved.cache)
     torch.clear_autocast_cache()
+
+
+@functools.cache
+def _end_in_forked_processes() -> None:
+    """Have forked processes begin without the casts of the thread that forks them, from now on."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=disable_for_thread)
 
 
 def _defer_to_end_of_off() -> None:

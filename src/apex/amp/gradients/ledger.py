@@ -37,6 +37,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from apex._program import stacklevel
 from apex.amp.gradients import distributed
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
@@ -357,7 +358,7 @@ class Ledger:
         params, records = self.params, self.params.records
         edited, new = params.take_off() if params.weights else (False, [])
         if edited:
-            self._warn(_EDITED, stacklevel=6)
+            self._warn(_EDITED)
         stash = self.stash  # nothing is in it between blocks
         if new or any_grad(params.plain):
             stash = Stash(
@@ -368,7 +369,7 @@ class Ledger:
             for weight, grad in new:
                 stash.take_off(weight, grad)
             if stash.has_moved:
-                self._warn(_MOVED, stacklevel=6)
+                self._warn(_MOVED)
         has_unreduced = self.is_unreduced and (stash or any_grad(params.tensors))
         if has_unreduced and any([record.synchronises for record in records]):
             stash.restore(stash)
@@ -449,13 +450,13 @@ class Ledger:
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
         if self.params.collect(shared, compare=not self.has_stepped):
-            self._warn(_EDITED, stacklevel=6)
+            self._warn(_EDITED)
 
-    def _warn(self, text: str, *, stacklevel: int) -> None:
+    def _warn(self, text: str) -> None:
         """Warn once; of what the caller of ``scale_loss``, ``step`` or clipping has done."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, stacklevel=stacklevel)
+            warnings.warn(text, stacklevel=stacklevel())
 
     def after_step(self, *, is_taken: bool, is_written: bool = False) -> None:
         """Write the masters to the model, unless the step was skipped or has done so itself.

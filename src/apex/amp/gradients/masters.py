@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from apex._program import stacklevel
+
 
 class Master:
     """The float32 value of a 16-bit weight.
@@ -76,7 +78,7 @@ class Master:
                 f"amp: a 16-bit weight of shape {list(weight.shape)} and its float32 master were "
                 "both written to since the last step, with different values. The weight's are "
                 "taken. Write to one of the two.",
-                stacklevel=2,
+                stacklevel=stacklevel(),
             )
         weight.copy_(self.tensor)
 

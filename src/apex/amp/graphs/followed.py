@@ -22,7 +22,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from apex.amp.gradients import captures
-from apex.amp.gradients.accumulation import addresses
+from apex.amp.gradients.parameters import addresses
 from apex.amp.optimizer import OptimizerState, state_of
 
 _MODE, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
@@ -213,12 +213,12 @@ class Followed:
     def is_settled(self) -> bool:
         """Whether the optimizers have all state, so that the host decides nothing any more."""
         for optimizer, state in zip(self.optimizers, self.states, strict=True):
-            if state.can_skip():
+            if state.training.is_dynamic():
                 if not state._is_fused and captures.may_leave_uninitialized(optimizer):
                     return False
             elif state._step_check is not None:
                 return False
-            if state._model_check is not None and not state.ledger.records:
+            if state._model_check is not None and not state.params.records:
                 return False
         return True
 
@@ -290,7 +290,7 @@ def _state_to_capture(optimizer: Any) -> OptimizerState:
             f"amp.capture: apex.debug watches {name}, and looks at each step on the host. Take the "
             "watch off (close it, or initialize(debug=False))."
         )
-    if any([record.synchronises is not None for record in state.ledger.records]):
+    if any([record.synchronises is not None for record in state.params.records]):
         raise RuntimeError(
             "amp.capture: the model is inside of a DistributedDataParallel. Steps of several "
             "ranks are not captured yet. Call the function without amp.capture."
@@ -301,7 +301,7 @@ def _state_to_capture(optimizer: Any) -> OptimizerState:
             "amp.capture: ranks hold parts of the model (FSDP, a DTensor, process_group=...). "
             "Steps of several ranks are not captured yet. Call the function without amp.capture."
         )
-    if state.can_skip() and not state._takes_flag:
+    if state.training.is_dynamic() and not state._takes_flag:
         captures.refuse_read(optimizer, takes_flag=False, is_watched=False)
     if not state._is_fused and optimizer.defaults.get("capturable") is False:
         raise RuntimeError(

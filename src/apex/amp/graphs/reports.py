@@ -24,7 +24,7 @@ class Reports:
     """The skipped steps of replays, for optimizers of which steps can be skipped."""
 
     def __init__(self, states: Sequence[OptimizerState]) -> None:
-        self.states = [state for state in states if state.can_skip()]
+        self.states = [state for state in states if state.training.is_dynamic()]
         self._known: list[float] = []  # how many steps were skipped
         self._sent: Any = None
         self._replays = 0

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex.debug.calls import random_states, set_random_states
 from apex.debug.what_if.formats import Format
-from apex.debug.what_if.tracing import Piece, Trace, largest
+from apex.debug.what_if.tracing import ProductCall, ProductTrace, largest
 
 LARGEST, LARGEST_SCALE = torch.finfo(torch.float16).max, 2.0**24  # amp's own limit
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -58,7 +59,7 @@ class Ranges:
         self.gradient = self.loss = 0.0
         self.small: list[tuple[int, int]] = []
 
-    def note(self, trace: Trace, gradients: Gradients) -> None:
+    def note(self, trace: ProductTrace, gradients: Gradients) -> None:
         """Add a pass, and the gradients of its parameters."""
         sizes = [largest(one) for one in gradients if one is not None]
         noted = [(self.outputs, key, [size]) for key, size in trace.outputs]
@@ -86,19 +87,25 @@ class Ranges:
 def compared(kind: str, exact: Any, found: Any, form: Format, scale: float) -> Score:
     """How near a tensor ``found``, computed in a format under a loss scale, is to ``exact``."""
     factor = scale if form.result == torch.float16 and kind != "result" else 1.0
-    smallest, sizes = torch.finfo(form.result).tiny / factor, found.abs()
-    flags = (~torch.isfinite(sizes), (sizes == 0) & (exact != 0), (sizes < smallest) & (sizes > 0))
-    shares = [int(torch.count_nonzero(one)) / max(exact.numel(), 1) for one in flags]
-    return Score(-1.0 if shares[0] else cosine(exact, found), kind, *shares)
+    normal = found.abs() >= torch.finfo(form.result).tiny / factor
+    near = cosine(exact, found)
+    inf = 0 if math.isfinite(near) else int(torch.count_nonzero(~torch.isfinite(found)))
+    counts = [int(torch.count_nonzero(one)) for one in (exact, found, normal)]
+    numbers = (inf, max(counts[0] - counts[1], 0), max(counts[1] - counts[2] - inf, 0))
+    shares = [one / max(exact.numel(), 1) for one in numbers]
+    return Score(-1.0 if inf else near, kind, *shares)
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The cosine between two tensors; 1 if both are zero, 0 if one of them is."""
-    a, b = a.flatten().double(), b.flatten().double()
-    norms = float(a.norm() * b.norm())
-    if norms == 0.0:
-        return 1.0 if not a.any() and not b.any() else 0.0
-    return float(a @ b) / norms
+    """The cosine between two tensors; 1 if both are zero, 0 if one is; NaN if not finite."""
+    a, b = a.flatten(), b.flatten()
+    sizes = float(a.norm()), float(b.norm())
+    if not all(1e-15 < one < 1e15 for one in sizes):  # their squares are beyond float32
+        a, b = a.double(), b.double()
+        sizes = float(a.norm()), float(b.norm())
+    if 0.0 in sizes:
+        return float(sizes[0] == sizes[1])
+    return float(a @ b) / sizes[0] / sizes[1]
 
 
 class Study:
@@ -115,8 +122,9 @@ class Study:
         self, model: torch.nn.Module, loss: Loss, batches: Sequence[Any], forms: Sequence[Format]
     ) -> None:
         self.model, self.loss, self.batches, self.forms = model, loss, batches, forms
+        self.random = random_states()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.ranges, self.trace, self.reached = Ranges(), Trace(), set[int]()
+        self.ranges, self.trace, self.reached = Ranges(), ProductTrace(), set[int]()
         self.scores: dict[str, list[dict[int, Score]]] = {form.name: [] for form in forms}
 
     def run(self, after: Callable[[Gradients], None]) -> None:
@@ -140,10 +148,10 @@ class Study:
                 for form, scores in self._judged(halves):
                     self.scores[form][number] = scores
 
-    def passed(self, number: int, context: Any = None) -> tuple[Trace, Gradients]:
+    def passed(self, number: int, context: Any = None) -> tuple[ProductTrace, Gradients]:
         """One pass over a batch, noted or in a context; and the gradients of the parameters."""
-        torch.manual_seed(number)
-        trace = Trace()
+        set_random_states(self.random)
+        trace = ProductTrace()
         with trace.of(self.model) if context is None else context:
             loss: Any = self.loss(self.model, self.batches[number])
         shape = tuple(getattr(loss, "shape", (0,)))
@@ -170,7 +178,7 @@ class Study:
         return list(found.items())
 
 
-def _too_small(pieces: Sequence[Piece], scale: float) -> tuple[int, int]:
+def _too_small(pieces: Sequence[ProductCall], scale: float) -> tuple[int, int]:
     """How many gradients of products become zero in float16 at a loss scale, of how many."""
     sizes = [one.abs() for piece in pieces if not piece.is_part for one in piece.gradients.values()]
     lost = [torch.count_nonzero((one <= 2.0**-25 / scale) & (one > 0)) for one in sizes]

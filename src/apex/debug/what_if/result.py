@@ -39,7 +39,7 @@ class WhatIf:
         self.model, self.batches = type(study.model).__name__, len(study.batches)
         self.formats = [form.name for form in study.forms]
         self.layers, self.unseen = verdicts.layers_of(study), verdicts.unseen(study)
-        self.ranges, self.optimizer, self.lost = study.ranges, updates.name, updates.lost
+        self.ranges, self.optimizer, self.lost = study.ranges, updates.name, updates.lost()
         names = {id(one): name or self.model for name, one in named_modules(study.model)}
         sizes = study.ranges.outputs.items()
         self.large = {names[key]: size for key, size in sizes if size > LARGEST}
@@ -168,11 +168,8 @@ def _names(layers: Sequence[Layer]) -> str:
 
 
 def _reason(layer: Layer, form: str) -> str:
-    verdict = layer.verdicts[form]
-    text = f"{form}, {layer.name or layer.kind}: {verdict.state}, {verdict.why} (batch "
-    text += f"{verdict.batch})."
-    if verdict.score.subnormal >= 0.01:
-        text += f" {verdict.score.subnormal:.0%} of it is subnormal."
+    v = layer.verdicts[form]
+    text = f"{form}, {layer.name or layer.kind}: {v.state}, {v.why} (batch {v.batch})."
     if form in layer.whole:
         exact, loss, middle = layer.whole[form]
         text += f" Alone in {form}: loss {exact:.4g} -> {loss:.4g}"

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from apex.debug.calls import version_of
+from apex.debug import calls
 from apex.debug.tensors import HALVES, tensors_of
 from apex.debug.what_if import formats
 from apex.debug.what_if.formats import Format, floating, is_bias
@@ -36,7 +36,7 @@ def _leaf(leaf: Any, *, copied: bool = False) -> Any:
     return one.requires_grad_(leaf.requires_grad)
 
 
-class Piece:
+class ProductCall:
     """What runs again: one product, or the attention of a module call.
 
     Attributes:
@@ -54,7 +54,7 @@ class Piece:
         ids = formats.operands(call, args, kwargs)
         self.leaves = [(_leaf(leaf, copied=True), id(leaf) in ids) for leaf in leaves]
         self.operands = [largest(leaf) for leaf in leaves if id(leaf) in ids]
-        self.results: list[torch.Tensor] = []
+        self.results, self.random = list[torch.Tensor](), calls.random_states()
         self.gradients: dict[int, torch.Tensor] = {}
 
     def watch(self, output: Any) -> None:
@@ -71,7 +71,7 @@ class Piece:
         if self.chosen is not None:  # each matrix sees another path through the attention
             wanted += self.owner.parameters()
         wanted = [one for one in wanted if one.requires_grad and not is_bias(one)]
-        torch.manual_seed(0)  # dropout drops the same in every run
+        calls.set_random_states(self.random)  # dropout drops the same in every run
         args, kwargs = tree_unflatten(leaves, self.spec)
         with nullcontext() if form is None else formats.InFormat(form, scale, self.chosen):
             outputs = floating(self.call(*args, **kwargs))
@@ -99,10 +99,10 @@ class Frame(NamedTuple):
     given: tuple[Any, Any]
     start: int
     versions: list[int]
-    free: dict[int, Piece]
+    free: dict[int, ProductCall]
 
 
-class Trace(TorchFunctionMode):
+class ProductTrace(TorchFunctionMode):
     """Context that notes the products of a forward.
 
     Attributes:
@@ -116,7 +116,7 @@ class Trace(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pieces: list[Piece] = []
+        self.pieces: list[ProductCall] = []
         self.numbers: dict[int, set[int]] = defaultdict(set)
         self.outputs: list[tuple[int, torch.Tensor]] = []
         self.called: set[int] = set()
@@ -148,7 +148,7 @@ class Trace(TorchFunctionMode):
             for part in frame.free.values():
                 part.is_part = True
             chosen = {number - frame.start for number in frame.free}
-            self.pieces.append(Piece(module, module, *frame.given, chosen))
+            self.pieces.append(ProductCall(module, module, *frame.given, chosen))
             self.pieces[-1].watch(output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +167,7 @@ class Trace(TorchFunctionMode):
                     f"apex.debug.what_if: {function.__name__} computed in {one.dtype} already; "
                     "call it before amp.initialize, and with a loss without torch.autocast"
                 )
-        piece, number = Piece(owner, function, args, kwargs), self._count
+        piece, number = ProductCall(owner, function, args, kwargs), self._count
         parameters = [p for p in tensors_of((args, kwargs)) if isinstance(p, torch.nn.Parameter)]
         for parameter in parameters:
             self.readers[id(parameter)].add(id(owner))
@@ -180,4 +180,4 @@ class Trace(TorchFunctionMode):
 
 
 def _versions(given: Any) -> list[int]:
-    return list(map(version_of, tensors_of(given)))
+    return list(map(calls.version_of, tensors_of(given)))

@@ -15,7 +15,7 @@ class Updates:
     """Steps copies of the weights by a copy of the optimizer, with the gradients of each batch.
 
     An update is lost where the 16-bit weight plus the update rounds to the weight again: it is
-    below half a unit in the last place. ``lost`` has the shares of the last step.
+    below half a unit in the last place.
 
     Args:
         weights: The parameters that the gradients are of.
@@ -24,7 +24,6 @@ class Updates:
 
     def __init__(self, weights: Sequence[torch.Tensor], optimizer: Any) -> None:
         self.weights = [torch.nn.Parameter(one.detach().clone()) for one in weights]
-        self.lost: dict[str, float] = {}
         if optimizer is None:
             self.name, self.optimizer = "AdamW at lr 0.001", torch.optim.AdamW(self.weights)
             return
@@ -44,15 +43,19 @@ class Updates:
             ) from error
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Make one update, and note what of it 16-bit weights would lose."""
-        before = [weight.detach().clone() for weight in self.weights]
+        """Make one update."""
+        self.before = [weight.detach().clone() for weight in self.weights]
         for weight, gradient in zip(self.weights, gradients, strict=True):
             weight.grad = None if gradient is None else gradient.clone()
         self.optimizer.step()
-        updates = [new.detach() - old for new, old in zip(self.weights, before, strict=True)]
-        total = sum(int(torch.count_nonzero(one)) for one in updates)
+
+    def lost(self) -> dict[str, float]:
+        """Of each 16-bit type the share of the last updates that weights in it would lose."""
+        pairs = [(old, w.detach() - old) for w, old in zip(self.weights, self.before, strict=True)]
+        total, found = sum(int(torch.count_nonzero(new)) for _, new in pairs), {}
         for dtype in HALVES:
-            both = zip([one.to(dtype) for one in before], updates, strict=True)
-            same = [((old.float() + new).to(dtype) == old) & (new != 0) for old, new in both]
-            lost = sum(int(torch.count_nonzero(one)) for one in same)
-            self.lost[str(dtype).removeprefix("torch.")] = lost / max(total, 1)
+            same = [(o.to(dtype).float() + u).to(dtype) == o.to(dtype) for o, u in pairs]
+            both = zip(same, pairs, strict=True)
+            lost = sum(int(torch.count_nonzero(one & (update != 0))) for one, (_, update) in both)
+            found[str(dtype).removeprefix("torch.")] = lost / max(total, 1)
+        return found

@@ -16,7 +16,7 @@ ENOUGH, OUTSIDE = 8, "(outside of modules)"  # batches; the name of what has no 
 SUSPECTS = 8  # of a format, the worst, that are tried in the whole model
 
 
-class Verdict(NamedTuple):
+class LayerVerdict(NamedTuple):
     """On one layer in one format.
 
     Attributes:
@@ -52,7 +52,7 @@ class Layer(NamedTuple):
     name: str
     kind: str
     keep: str | None
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, LayerVerdict]
     whole: dict[str, tuple[float, float, float]]
 
 
@@ -73,13 +73,13 @@ def layers_of(study: Study) -> list[Layer]:
     return found
 
 
-def _verdict(study: Study, key: int, form: Format) -> Verdict:
+def _verdict(study: Study, key: int, form: Format) -> LayerVerdict:
     scores = [(one[key], b) for b, one in enumerate(study.scores[form.name]) if key in one]
     score, batch = min(scores, key=lambda pair: pair[0].cosine)
     state = SAFE if score.cosine >= form.safe else LOOK if score.cosine >= form.look else NOT_SAFE
     state = NOT_DECIDED if len(study.batches) < ENOUGH else state
     why = _why(study, key, form, score) if state in (LOOK, NOT_SAFE) else ""
-    return Verdict(state, score, batch, why)
+    return LayerVerdict(state, score, batch, why)
 
 
 def _why(study: Study, key: int, form: Format, score: Score) -> str:
