@@ -608,7 +608,7 @@ REPORT = [
         plant="Ask for no bad verdict on quality alone.",
         test="tests/bench/test_verdict.py"
         "::test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged",
-        file="src/apex/bench/training/sentences.py",
+        file="src/apex/bench/training/answer.py",
         old="right = [v for v in of if _trained(v) and not _bad(v)]",
         new="right = [v for v in of if not _bad(v)]",
     ),
