@@ -18,37 +18,45 @@ import warnings
 import pytest
 import torch
 
-# What is about the CPU, or computes in processes of its own.
-OF_THE_CPU = (
-    "tests/amp/casting/test_float16_on_cpu.py",
-    "tests/amp/test_frames.py",  # counts Python frames, of which a default device adds some
-    # A method that a test replaces is called twice under a default device.
-    "tests/amp/optimizer/test_optimizer.py::test_at_most_one_host_read_per_step",
-    "tests/bench/",  # commands that choose a device themselves
-    "tests/cli/",
-    "tests/clients/",
-    "tests/debug/test_command.py",
-    "tests/examples/",
-    "tests/gpu/",  # interprets PTX, on tensors of the CPU
-    "tests/info/",
-    "tests/kernels/",  # compiles without a GPU
-    "tests/parallel/test_multiproc.py",
-    "tests/selftest/",
-    "tests/test_",  # the tree, the script, defaults that the tests set themselves
-    "tests/typed/",
-)
+from tests.waits import WARNED
+
+# What does not run on another device, and why: whole folders, files, single tests.
+OF_THE_CPU = {
+    "tests/amp/casting/test_float16_on_cpu.py": "float16 as oneDNN computes it",
+    "tests/amp/test_frames.py": "counts Python frames, of which a default device adds some",
+    "tests/amp/test_graphs.py": "graphs recorded on a CPU; tools/gpu/graphs.py has CUDA's",
+    "tests/amp/optimizer/test_optimizer.py::test_at_most_one_host_read_per_step": (
+        "a method that it replaces is called twice under a default device"
+    ),
+    "tests/bench/": "commands that choose a device themselves",
+    "tests/cli/": "commands that choose a device themselves",
+    "tests/clients/": "programs in environments of their own",
+    "tests/debug/test_both_ways.py": "scripts in forked processes, which cannot use a GPU",
+    "tests/debug/test_command.py": "scripts in processes of their own",
+    "tests/debug/test_devices.py": "stand-ins for GPUs, of tensors of the CPU",
+    "tests/debug/test_reproduce.py::test_script_runs_without_apex": "loads tensors in a process "
+    "that has no GPU",
+    "tests/examples/": "programs in processes of their own",
+    "tests/gpu/": "interprets PTX, on tensors of the CPU",
+    "tests/info/": "what the command says of this machine",
+    "tests/kernels/": "compiles without a GPU",
+    "tests/optimizers/test_process_defaults.py": "compares with no default device",
+    "tests/parallel/test_multiproc.py": "scripts in processes of their own",
+    "tests/selftest/": "commands that choose a device themselves",
+    "tests/test_": "the tree, the script, defaults that the tests set themselves",
+    "tests/typed/": "types, by mypy",
+}
 DRAWN = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
 DRAWN_LIKE = ("rand_like", "randn_like", "randint_like")
 IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-TORCHS = "Synchronization debug mode is a prototype"  # a warning of set_sync_debug_mode
 
 
 def runs_there(item):
     """Whether a test says something about another device."""
     if item.get_closest_marker("gpu"):
         return True
-    return not (item.get_closest_marker("dist") or item.nodeid.startswith(OF_THE_CPU))
+    return not (item.get_closest_marker("dist") or item.nodeid.startswith(tuple(OF_THE_CPU)))
 
 
 def to_cpu(value):
@@ -96,7 +104,7 @@ class OnDevice:
     def _what_waits_is_asked_for_one_test(self):
         """torch warns of its own mode; left on, it would be an error in every later test."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", TORCHS)
+            warnings.filterwarnings("ignore", WARNED)
             yield
         if torch.cuda.is_initialized():
             torch.cuda.set_sync_debug_mode("default")

@@ -7,13 +7,15 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.test_dev import ROOT, SCRIPT
 
 tools = pytest.importorskip("tools.gpu.__main__", reason="not in a checkout")
 
-from tools.gpu import part, thresholds, times  # noqa: E402  after the check that there are tools
-from tools.gpu.rows import Rows  # noqa: E402
+from tests.waits import no_waits  # noqa: E402  after the check that there are tools
+from tools.gpu import checking, part, stand_ins, thresholds, times  # noqa: E402
+from tools.gpu.rows import NOT_DRY, RIGHT, UNSTEADY, WRONG, Rows  # noqa: E402
 
 HANGS = """
 import sys, subprocess, time
@@ -98,6 +100,166 @@ def test_rows_between_controls_that_differ_are_marked(after, status, tmp_path):
     found = {one["name"]: one for one in rows.content["rows"]}
     assert found["group: ours"]["ratio"] == 1.5
     assert {one["status"] for one in found.values()} == {status}
+
+
+class Planted(times.Clock):
+    """Takes planted times, and keeps in which order works are timed."""
+
+    def __call__(self, work):
+        ORDER.append(work)
+        return 1.0
+
+
+ORDER = []
+
+
+def test_rows_run_in_turns_between_two_times_of_the_control(tmp_path, monkeypatch):
+    """A slower minute of the machine meets all of them, first and last in each turn."""
+    monkeypatch.setattr(times.torch.cuda, "synchronize", lambda: None)
+    ORDER.clear()
+    made = [times.Row(name, lambda name=name: name.upper) for name in ("control", "a", "b")]
+    times.time_group("group", made, Planted(1, 2, host=True), Rows(tmp_path / "part.json"))
+    names = [work.__self__ for work in ORDER]
+    assert names == ["control", "control", "a", "b", "b", "a", "control", "control"]
+
+
+def test_turns_of_a_group_that_is_killed_are_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(times.torch.cuda, "synchronize", lambda: None)
+    taken = iter([1.0, 2.0, 3.0, 4.0])
+
+    class Killed(times.Clock):
+        def __call__(self, work):
+            return next(taken)
+
+    made = [times.Row("theirs", lambda: int), times.Row("ours", lambda: int)]
+    rows = Rows(tmp_path / "part.json")
+    with pytest.raises(StopIteration):
+        times.time_group("group", made, Killed(1, 2), rows)
+    left = json.loads(rows.file.read_text())["unfinished"]
+    assert left == {"group": {"theirs": [2.0], "ours": [3.0, 4.0]}}
+
+
+def test_the_table_at_the_end(capsys):
+    """What failed, what is missing or not run dry, ratios with their marks; none in a dry run."""
+    planted = [
+        {"name": "check", "status": WRONG, "said": "off by 3"},
+        {"name": "ours", "status": RIGHT, "said": "", "ms": 0.5, "ratio": 0.25, "over": "torch's"},
+        {
+            "name": "host",
+            "status": UNSTEADY,
+            "said": "1 before",
+            "ms": 1.0,
+            "ratio": 2,
+            "over": "x",
+        },
+        {"name": "numpy", "status": "missing", "said": "numpy is not installed"},
+        {"name": "labels", "status": NOT_DRY, "said": "a CPU raises"},
+    ]
+    for has_times in (True, False):
+        tools.show({"part": {"rows": planted}}, times=has_times)
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["part:", "check:", "off", "by", "3"] in lines
+        assert ["numpy", "is", "not", "installed"] in lines
+        assert ["part:", "labels:", "a", "CPU", "raises"] in lines
+        assert (["ours", "0.5000", "ms", "0.25", "torch's"] in lines) == has_times
+        marked = ["host", "1.0000", "ms", "2.00", "x", "UNSTEADY:", "1", "before"]
+        assert (marked in lines) == has_times
+
+
+@pytest.mark.parametrize(("left", "limit"), [(1000.0, 60.0), (20.0, 20.0), (-5.0, 1.0)])
+def test_a_part_gets_its_limit_or_what_all_have_left(left, limit, tmp_path, monkeypatch):
+    given = []
+
+    class Process:
+        def __init__(self, *words, **options):
+            pass
+
+        def wait(self, seconds):
+            given.append(seconds)
+            return 0
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(tools.subprocess, "Popen", Process)
+    monkeypatch.setattr(tools.time, "monotonic", lambda: 100.0)
+    tools.run_part(tools.Part(["x"], 60.0), tmp_path / "part.json", False, 100.0 + left)
+    assert given == [limit]
+    assert tools.LIMITS == {"checks": 330.0, "times": 200.0, "thresholds": 120.0}
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def test_what_runs_is_noted_and_a_lost_gpu_ends_the_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(part, "_restore", lambda: None)
+    monkeypatch.setattr(part.torch.cuda, "synchronize", lambda: None)
+    rows, noted = Rows(tmp_path / "part.json"), []
+
+    def fails():
+        noted.append(json.loads(rows.file.read_text())["running"])
+        raise RuntimeError("illegal address")
+
+    def not_dry():
+        raise checking.NotDry("a CPU raises")
+
+    monkeypatch.setattr(part, "is_lost", lambda: True)
+    part.run_checks({"zero": not_dry, "one": fails, "two": fails}, rows)
+    assert noted == ["one"]
+    assert [row["status"] for row in rows.content["rows"]] == [NOT_DRY, WRONG, WRONG]
+    assert rows.content["rows"][-1]["said"].endswith("no longer answers: 1 checks are not run")
+    monkeypatch.setattr(part, "is_lost", lambda: False)
+    part.run_checks({"one": fails, "two": fails}, rows)
+    assert noted == ["one", "one", "two"]
+
+
+def test_an_error_is_allowed_in_roundings_or_in_errors_of_torch():
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = exact.half()
+    checking.no_farther(rounded, exact)
+    third = (exact * (1 + 3 * 2.0**-11)).half()
+    with pytest.raises(AssertionError, match="result off by .*, allowed"):
+        checking.no_farther(third, exact, rounded, "result")
+    checking.no_farther(third, exact, third)
+    with pytest.raises(AssertionError, match=r"torch's is torch.float32, ours is torch.float16"):
+        checking.no_farther(rounded, exact, exact.float(), "result")
+
+
+# --- stand-ins ------------------------------------------------------------------------------------
+
+
+def test_a_capture_of_the_stand_in_computes_nothing_and_replays_do():
+    graph, x, total = stand_ins.Graph(), torch.ones(3), torch.zeros(3)
+    with stand_ins.graph(graph):
+        total.add_(x)
+        torch._foreach_mul_([total], 2.0)
+        y = total + 1
+    assert not total.any()
+    x.fill_(2.0)
+    graph.replay()
+    assert total.tolist() == [4.0] * 3
+    graph.replay()
+    assert (total.tolist(), y.tolist()) == ([12.0] * 3, [13.0] * 3)
+
+
+def test_the_stand_in_refuses_waits_until_the_mode_is_given_back(monkeypatch):
+    for name in ("set_sync_debug_mode", "get_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, getattr(stand_ins, name))
+    x = torch.ones(2)
+    with pytest.raises(RuntimeError, match="waits for the device"), no_waits():
+        (x * 2).sum().item()
+    assert x.sum().item() == 2.0
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_where_a_gpu_is_named_the_stand_in_takes_the_cpu():
+    with stand_ins.on_a_cpu():
+        layer = torch.nn.Linear(2, 2, device="cuda").to("cuda")
+        found = [layer.weight, torch.ones(2).cuda(), torch.ones(2, device=torch.device("cuda:0"))]
+        assert torch.autocast("cuda", torch.bfloat16).device == "cpu"
+        assert torch.amp.GradScaler("cuda")._device == "cpu"
+    assert {tensor.device.type for tensor in found} == {"cpu"}
+    assert torch.autocast("cuda", enabled=False).device == "cuda"
 
 
 def test_a_selftest_becomes_rows():

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.on_device import DRAWN, DRAWN_LIKE, IN_PLACE, OnDevice
+from tests.on_device import DRAWN, DRAWN_LIKE, IN_PLACE, OF_THE_CPU, OnDevice
 from tests.test_sizes import ROOT, _run
 
 SUITE = """
@@ -112,6 +112,23 @@ def test_weights_are_drawn_on_the_cpu(name, elsewhere):
     state, found = _state_after(lambda: elsewhere.drawn_in_place(real)(weight, *arguments))
     assert torch.equal(state, expected)
     assert found is weight
+
+
+def test_what_does_not_run_elsewhere_is_there():
+    """A file that is moved, or a test that is renamed, would run on the GPU."""
+    for name in OF_THE_CPU:
+        file, _, test = name.partition("::")
+        assert [*ROOT.glob(f"{file.rstrip('/')}*")], name
+        assert f"def {test}(" in (ROOT / file).read_text() if test else True, name
+
+
+def test_waits_are_refused_in_one_place():
+    """torch warns of the mode, and what leaves it on fails every later test."""
+    word, asking = "set_sync_debug" + "_mode", []
+    for file in (ROOT / "tests").rglob("*.py"):
+        if f'{word}("error")' in file.read_text("utf-8"):
+            asking.append(file.relative_to(ROOT / "tests").as_posix())
+    assert sorted(asking) == ["test_on_device.py", "waits.py"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """transducer, fmha and groupbn on a GPU, beside float64 on a CPU."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -9,21 +7,12 @@ from apex.contrib.fmha.fmha import attention
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.transducer import TransducerJoint, TransducerLoss
 from tests.tolerance import ATTENTION_GRADIENTS, assert_close_in_rms, assert_one_rounding
+from tests.waits import no_waits
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.gpu
 LENGTHS = torch.tensor([9, 4, 1]), torch.tensor([5, 1, 3])
 OFFSET = (LENGTHS[0] * LENGTHS[1]).cumsum(0)
-
-
-@contextlib.contextmanager
-def no_waits():
-    """An error where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def normal(*shape):

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import math
+import re
 import types
 
 import numpy as np
@@ -563,6 +564,18 @@ def test_cause(cause, case):
 
     assert report.cause == cause, report.text()
     assert report.sentence.endswith(".")
+
+
+def test_the_scale_that_is_named_is_the_highest_power_of_two_that_is_finite():
+    def at(scale):
+        torch.manual_seed(0)
+        return at_level("O2", block(torch.relu), scale)
+
+    named = re.search(r"finite at (\S+)\.$", at(2.0**22).sentence)[1]
+    highest = 2.0 ** round(math.log2(float(named)))  # the sentence has six digits of it
+    assert at(2 * highest).cause == "scale"
+    with pytest.raises(AssertionError, match="no step had a fault"):
+        at(highest)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import random
 import warnings
 import weakref
 
@@ -209,6 +210,23 @@ def test_a_replay_draws_the_same_random_numbers():
         assert mask == masks[number % 2]
     assert len(masks) > 4
     assert report.module == "1"
+
+
+def test_python_and_numpy_draw_on_as_without_a_report():
+    np = pytest.importorskip("numpy")
+    model = nn.Linear(8, 8)
+    inner = model.forward
+    model.forward = lambda x: inner(x).sqrt() * random.random() * np.random.rand()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        model(torch.randn(4, 8)).mean().backward()
+        optimizer.step()
+        states = random.getstate(), np.random.get_state()
+        watch.explain()
+        drawn = random.random(), np.random.rand()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    assert drawn == (random.random(), np.random.rand())
 
 
 def test_a_frozen_part_stays_frozen_in_replays_after_one_in_eval():

@@ -138,7 +138,7 @@ FILES = [n for n in finding.files() if not n.endswith(OF_LISTS)]
 @pytest.mark.parametrize("name", FILES)
 def test_every_kernel_file_lists_its_cases(name):
     cases = finding.cases_of(name)
-    assert cases
+    assert cases, f"{name}: list them in a file of that name in tools/kernels/cases"
     for case in cases:
         names = {key for key, _, _ in case.parameters()} | set(case.pointers())
         assert {*case.reads, *case.writes, *case.tables, *case.divisible} <= names

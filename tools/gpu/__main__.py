@@ -1,11 +1,12 @@
 """``./dev gpu``: run every part and say what failed, what was missing and which ratios came out.
 
-    ./dev gpu [checks | times] [PART ...] [--dry] [--out FOLDER]
+    ./dev gpu [checks | times | thresholds] [PART ...] [--dry] [--out FOLDER]
 
 It needs nothing but the Python that runs it: no installation, no network. A part is a process with
 a time limit of its own, which writes a file of its own at once:
 ``benchmarks/results/gpu/CARD-TORCH-DATE-PART.json``. With ``--dry`` the same parts run on a CPU
-with stand-ins and small sizes, and write into a temporary folder.
+with stand-ins and small sizes, and write into a temporary folder. ``thresholds`` writes a table of
+the package and runs only where it is named.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.rows import MISSING, RIGHT, UNSTEADY, WRONG, load, save
+from tools.gpu.rows import MISSING, NOT_DRY, RIGHT, UNSTEADY, WRONG, as_rows, load, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -32,28 +33,23 @@ VERSIONS = "versions"
 FIRST = ("amp", "optimizers", "ops")  # of the tests: what trainings are made of
 FOLDERS = [path.name for path in sorted((ROOT / "tests").iterdir()) if any(path.rglob("test_*.py"))]
 SUITE = [f"tests/{name}" for name in (*FIRST, *sorted({*FOLDERS} - {*FIRST}))]
-SELFTEST = {
-    "norms": "norms and losses: ",
-    "optimizers": "optimizers: ",
-    "waits": "no waits: ",
-    "graphs": "CUDA graphs: ",
-    "lists": "lists of tensors: ",
-    "trainings": "training: ",
-}
-DRY = {"norms": ["apex", "selftest", "--only", "swiglu, bf16, forward"]}  # one is like the others
-LIMITS = {"checks": 330.0, "times": 290.0}  # seconds of all parts of a kind together
+SELFTEST = ["norms and losses: ", "lists of tensors: ", "optimizers: ", "training: "]
+SELFTEST += ["CUDA graphs: ", "no waits: "]  # the areas, for a dry run
+DEFAULT = ("checks", "times")  # ten minutes together, what a machine lends in one call
+LIMITS = {"checks": 330.0, "times": 200.0, "thresholds": 120.0}  # seconds of all parts of a kind
+SLOWER = 3  # of a dry run, on a machine that others use as well
 TOGETHER = 6  # parts of checks at a time: each keeps one core busy, the suite half of all
 SHOWN = 60  # failures in the table; the files have all
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process: ``words`` after ``python -m``, and those of a dry run (``None``: it has none)."""
+    """A process: ``words`` after ``python -m``, and those of a dry run where they differ."""
 
     words: Sequence[str]
     limit: float
     kind: str = "checks"
-    dry: Sequence[str] | None = ()
+    dry: Sequence[str] = ()
 
 
 PARTS = {
@@ -61,24 +57,26 @@ PARTS = {
         ["tools.gpu.suite", "--device", "cuda", "--quick", *SUITE], 300,
         dry=["tools.gpu.suite", "--device", "cpu", "--quick", "tests/amp/scaling/test_scaler.py"],
     ),
-    # Processes with one cache of compiled kernels: as one process this took over 240 s on an H200.
-    **{
-        f"selftest-{name}": Part(["apex", "selftest", "--only", area], 240, dry=DRY.get(name))
-        for name, area in SELFTEST.items()
-    },
+    # It has processes of its own: as one this took over 240 s on an H200.
+    "selftest": Part(
+        ["apex", "selftest", "--all"], 240, dry=["tools.gpu.selftest", *SELFTEST],
+    ),
     "gpu-tests": Part(
         ["tools.gpu.suite", "--device", "cuda", "-m", "gpu", "tests"], 240,
-        dry=["tools.gpu.suite", "--device", "cpu", "-m", "gpu", "tests/contrib/test_on_a_gpu.py"],
+        dry=["tools.gpu.suite", "--stand-ins", "-m", "gpu"],
     ),
     "steps": Part(["tools.gpu.part", "steps"], 150),
+    "graphs": Part(["tools.gpu.part", "graphs"], 150),
+    "captures": Part(["tools.gpu.part", "captures"], 150),
     "layers": Part(["tools.gpu.part", "layers"], 150),
     "ranks": Part(["tools.gpu.part", "ranks"], 150),
     "large": Part(["tools.gpu.part", "large"], 120),
     "trainings": Part(["tools.gpu.part", "times:trainings"], 80, "times"),
+    "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
     "lists": Part(["tools.gpu.part", "times:lists"], 60, "times"),
     "ops": Part(["tools.gpu.part", "times:ops"], 60, "times"),
-    "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
-    "thresholds": Part(["tools.gpu.part", "thresholds"], 90, "times"),
+    "captured": Part(["tools.gpu.part", "times:captured"], 120, "times"),
+    "thresholds": Part(["tools.gpu.part", "thresholds"], 120, "thresholds"),
 }  # fmt: skip
 
 
@@ -92,11 +90,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for the files")
     args = parser.parse_args(argv)
     chosen: dict[str, Part] = {}
-    for word in args.what or LIMITS:
+    for word in args.what or (LIMITS if args.dry else DEFAULT):
         found = {n: part for n, part in PARTS.items() if n.startswith(word) or part.kind == word}
         if not found:
             parser.error(f"{word!r} is no part: choose from {', '.join([*LIMITS, *PARTS])}")
-        chosen |= {n: part for n, part in found.items() if not args.dry or part.dry is not None}
+        chosen |= found
     folder = args.out or (Path(tempfile.mkdtemp(prefix="apex-gpu-")) if args.dry else RESULTS)
     folder = folder.resolve()  # parts run at the root of the tree
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +122,8 @@ def run_all(chosen: dict[str, Part], folder: Path, stem: str, dry: bool) -> dict
     found: dict[str, Any] = {}
     for kind, seconds in LIMITS.items():
         parts = {name: part for name, part in chosen.items() if part.kind == kind}
-        until = time.monotonic() + seconds
-        together = 1 if kind == "times" else min(TOGETHER, os.cpu_count() or 1)
+        until = time.monotonic() + seconds * (SLOWER if dry else 1)
+        together = 1 if kind != "checks" else min(TOGETHER, os.cpu_count() or 1)
         with ThreadPoolExecutor(together) as pool:
             running = {
                 pool.submit(
@@ -142,14 +140,14 @@ def run_all(chosen: dict[str, Part], folder: Path, stem: str, dry: bool) -> dict
 
 def run_part(part: Part, file: Path, dry: bool, until: float) -> dict[str, Any]:
     """Run a part to its end or its limit, and return what its file then has."""
-    words = [*(part.dry if dry and part.dry else part.words)]
+    words = [*(part.dry or part.words if dry else part.words)]
     if words[0] == "apex":
         words += ["--json", str(file)]
     else:
         words[1:1] = ["--out", str(file), *["--dry"] * dry]
     file.unlink(missing_ok=True)
     begun = time.monotonic()
-    limit = max(1.0, min(part.limit, until - begun))
+    limit = max(1.0, min(part.limit * (SLOWER if dry else 1), until - begun))
     paths = [ROOT / "src", ROOT / "src" / "extension_modules", ROOT]
     path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile() as log:
@@ -184,26 +182,6 @@ def run_part(part: Part, file: Path, dry: bool, until: float) -> dict[str, Any]:
     return content
 
 
-def as_rows(content: dict[str, Any]) -> dict[str, Any]:
-    """Give what `apex selftest` wrote the rows that parts have."""
-    if "checks" in content:
-        content["running"] = content.get("next")
-        content["rows"] = [
-            {
-                "name": f"{check['area']}: {check['name']} ({check['path']})",
-                "status": RIGHT if check["status"] == "right" else WRONG,
-                "said": (check["error"] or "").strip().rpartition("\n")[2] or _numbers(check),
-            }
-            for check in content["checks"]
-        ]
-    return content
-
-
-def _numbers(check: dict[str, Any]) -> str:
-    wrong = [one for one in check["measured"] if not one["right"]]
-    return "; ".join(f"{one['what']}: {one['value']:.3g} of {one['allowed']:.3g}" for one in wrong)
-
-
 def failures(content: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows that are wrong; a package that is missing is no failure."""
     return [row for row in content["rows"] if row["status"] == WRONG]
@@ -212,7 +190,7 @@ def failures(content: dict[str, Any]) -> list[dict[str, Any]]:
 def summary(content: dict[str, Any]) -> str:
     """How many rows of each status, and the time."""
     statuses = [row["status"] for row in content["rows"]]
-    counts = {name: statuses.count(name) for name in (RIGHT, WRONG, MISSING, UNSTEADY)}
+    counts = {name: statuses.count(name) for name in (RIGHT, WRONG, MISSING, UNSTEADY, NOT_DRY)}
     if "passed" in content:  # of tests, whose rows are the failures
         counts.update({RIGHT: content["passed"], "skipped": content["skipped"]})
     words = [f"{count} {name}" for name, count in counts.items() if count]
@@ -230,6 +208,12 @@ def show(found: dict[str, Any], *, times: bool) -> None:
     missing = sorted({row["said"] for row in rows if row["status"] == MISSING})
     if missing:
         print("\nMissing:", *missing, sep="\n  ")
+    left_out = [(name, row) for name, content in found.items() for row in content["rows"]]
+    left_out = [(name, row) for name, row in left_out if row["status"] == NOT_DRY]
+    if left_out:
+        print(f"\nNot run dry ({len(left_out)}):")
+    for name, row in left_out:
+        print(f"  {name}: {row['name']}: {row['said']}")
     ratios = [row for row in rows if times and "ratio" in row]
     if ratios:
         print("\nTime over that of what is named last (below 1: ours is faster)")

@@ -21,7 +21,7 @@ from apex.ops.lists.unscale import unscale_into
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from tools.gpu import checking
-from tools.gpu.checking import BF16, DEVICE, F16, F32, F64, Tensor, check, close, need
+from tools.gpu.checking import BF16, DEVICE, F16, F32, F64, Tensor, check, need, no_farther
 
 COUNT = 2**16 + 5 if checking.DRY else 2**31 + 12345
 PART = 64  # rows that are compared
@@ -43,13 +43,25 @@ def _ends(rows: int) -> tuple[slice, slice]:
     return slice(0, PART), slice(rows - PART, rows)
 
 
+def _beside(torchs: Any, given: list[Tensor], upstream: Tensor, y: Tensor, dx: Tensor) -> None:
+    """Compare values and the first gradient with float64, beside torch's in the same dtype."""
+    ends = []
+    for dtype in (None, F64):
+        inputs = [x.detach().to(dtype or x.dtype).requires_grad_() for x in given]
+        found = torchs(*inputs)
+        ends.append((found, torch.autograd.grad(found, inputs[0], upstream.to(found.dtype))[0]))
+    (beside, beside_dx), (exact, exact_dx) = ends
+    no_farther(y, exact, beside, "values")
+    no_farther(dx, exact_dx, beside_dx, "gradients")
+
+
 @check()
 def norms_of_lists() -> None:
     """The largest element is the last."""
     x = _ones(COUNT)
     x[-1] = 4096.0
     exact = torch.tensor([math.sqrt(COUNT - 1 + 4096.0**2), math.sqrt(3)], dtype=F64)
-    close(l2_norms([x, x[:3]]), exact, 1e-5, "l2 norms")
+    no_farther(l2_norms([x, x[:3]]), exact, what="l2 norms")
     need(max_norms([x]).item() == 4096.0, "the largest element was not seen")
 
 
@@ -97,15 +109,14 @@ def norm(make: Any, columns: int) -> None:
     layer = make(columns).to(DEVICE, BF16)
     y = layer(x)
     (dx,) = torch.autograd.grad(y, x, upstream)
-    for part in _ends(rows):
-        exact_x = x[part].detach().double().requires_grad_()
+
+    def torchs(x: Tensor) -> Tensor:
         if make is FusedLayerNorm:
-            exact = F.layer_norm(exact_x, (columns,))
-        else:
-            exact = F.rms_norm(exact_x, (columns,), eps=layer.eps)
-        close(y[part], exact, 2e-2, "values")
-        (exact_dx,) = torch.autograd.grad(exact, exact_x, upstream[part].double())
-        close(dx[part], exact_dx, 3e-2, "gradients")
+            return F.layer_norm(x, (columns,))
+        return F.rms_norm(x, (columns,), eps=layer.eps)
+
+    for part in _ends(rows):
+        _beside(torchs, [x[part]], upstream[part], y[part], dx[part])
 
 
 @check()
@@ -116,10 +127,8 @@ def swiglu_of_two() -> None:
     y = swiglu(a, b)
     (da,) = torch.autograd.grad(y, a, torch.ones_like(y))
     for part in _ends(rows):
-        exact_a = a[part].detach().double().requires_grad_()
-        exact = F.silu(exact_a) * b[part].double()
-        close(y[part], exact, 2e-2, "values")
-        close(da[part], torch.autograd.grad(exact.sum(), exact_a)[0], 3e-2, "gradients")
+        given = [a[part], b[part]]
+        _beside(lambda a, b: F.silu(a) * b, given, torch.ones_like(y[part]), y[part], da[part])
 
 
 @check()
@@ -132,17 +141,26 @@ def cross_entropy() -> None:
     losses = SoftmaxCrossEntropyLoss.apply(x, labels, 0.1, -1)
     (dx,) = torch.autograd.grad(losses.sum(), x)
     for part in _ends(rows):
-        exact_x = x[part].detach().double().requires_grad_()
-        exact = F.cross_entropy(exact_x, labels[part], reduction="none", label_smoothing=0.1)
-        close(losses[part], exact, 1e-2, "losses")
-        close(dx[part], torch.autograd.grad(exact.sum(), exact_x)[0], 3e-2, "gradients")
+
+        def torchs(x: Tensor, labels: Tensor = labels[part]) -> Tensor:
+            options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1}
+            if x.dtype == F64:
+                return F.cross_entropy(x, labels, **options)
+            return F.cross_entropy(x.float(), labels, **options).to(losses.dtype)
+
+        _beside(torchs, [x[part]], torch.ones_like(losses[part]), losses[part], dx[part])
     del x, dx, losses
     inputs, weight = _drawn(rows, 64), _drawn(classes, 64) * 0.1
     losses = linear_cross_entropy(inputs, weight, labels, reduction="none")
     for part in _ends(rows):
-        logits = inputs[part].double() @ weight.double().t()
-        exact = F.cross_entropy(logits, labels[part], reduction="none")
-        close(losses[part], exact, 2e-2, "fused")
+        exact, beside = (
+            F.cross_entropy(logits, labels[part], reduction="none")
+            for logits in (
+                inputs[part].double() @ weight.double().t(),
+                (inputs[part] @ weight.t()).float(),
+            )
+        )
+        no_farther(losses[part], exact, beside.to(losses.dtype), "fused")
 
 
 @check()
@@ -164,7 +182,7 @@ def group_norm() -> None:
     images, side, channels = (9, 8, 64) if checking.DRY else (129, 256, 256)
     x = _drawn(images, side, side, channels).permute(0, 3, 1, 2)
     y = GroupNorm(16, channels).to(DEVICE, BF16)(x)
-    close(y[-1:], F.group_norm(x[-1:].double(), 16), 2e-2, "the last image")
+    no_farther(y[-1:], F.group_norm(x[-1:].double(), 16), F.group_norm(x[-1:], 16), "last image")
 
 
 @check()
@@ -173,10 +191,13 @@ def rotary() -> None:
     length, batch, heads, size = (8, 2, 4, 64) if checking.DRY else (4100, 64, 64, 128)
     t = _drawn(length, batch, heads, size)
     angles = torch.linspace(0, 3, length * size, device=DEVICE).view(length, 1, 1, size)
-    last, angle = t[-1:].double(), angles[-1:].double()
-    turned = torch.cat((-last[..., size // 2 :], last[..., : size // 2]), -1)
-    exact = last * angle.cos() + turned * angle.sin()
-    close(fused_apply_rotary_pos_emb(t, angles)[-1:], exact, 2e-2, "the last position")
+
+    def torchs(dtype: torch.dtype) -> Tensor:
+        last, cos, sin = (x.to(dtype) for x in (t[-1:], angles[-1:].cos(), angles[-1:].sin()))
+        return last * cos + torch.cat((-last[..., size // 2 :], last[..., : size // 2]), -1) * sin
+
+    found = fused_apply_rotary_pos_emb(t, angles)[-1:]
+    no_farther(found, torchs(F64), torchs(t.dtype), "the last position")
 
 
 @check()
@@ -186,7 +207,7 @@ def index_mul() -> None:
     a, b = _drawn(1000, 512, dtype=F16), _drawn(rows, 512, dtype=F16)
     index = torch.arange(rows, device=DEVICE) % 1000
     found = index_mul_2d(a, b, index)
-    close(found[-4:], a[index[-4:]].double() * b[-4:].double(), 2e-3, "the last rows")
+    no_farther(found[-4:], a[index[-4:]].double() * b[-4:].double(), what="the last rows")
 
 
 @check()
@@ -196,8 +217,8 @@ def softmax() -> None:
     x = _drawn(*shape, dtype=F16).requires_grad_()
     y = scaled_softmax(x, None, 0.5, False, name="softmax")
     (dx,) = torch.autograd.grad(y, x, x.detach())
-    exact_x = x[-1, -1].detach().double().requires_grad_()
-    exact = (exact_x * 0.5).softmax(-1)
-    close(y[-1, -1], exact, 2e-2, "values")
-    (exact_dx,) = torch.autograd.grad(exact, exact_x, exact_x.detach())
-    close(dx[-1, -1], exact_dx, 5e-2, "gradients")
+
+    def torchs(x: Tensor) -> Tensor:
+        return (x * 0.5).softmax(-1)
+
+    _beside(torchs, [x[-1, -1]], x[-1, -1].detach(), y[-1, -1], dx[-1, -1])

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from tools.gpu import checking
-from tools.gpu.rows import MISSING, RIGHT, WRONG, Rows
-
-TIMES = "times"
+from tools.gpu.rows import MISSING, NOT_DRY, RIGHT, WRONG, Rows
 
 
 def main() -> None:
@@ -35,14 +33,33 @@ def main() -> None:
     name, _, which = args.module.partition(":")
     module = importlib.import_module(f"tools.gpu.{name}")
     rows = Rows(args.out)
-    if name == TIMES:
+    if which:
         module.measure(which, rows, dry=args.dry)
-        return
-    for name, function in checking.CHECKS.items():
-        if args.only in name:
-            started = time.perf_counter()
-            status, said = carry_out(function)
-            rows.add(name, status, said, seconds=round(time.perf_counter() - started, 2))
+    else:
+        run_checks({n: f for n, f in checking.CHECKS.items() if args.only in n}, rows)
+    rows.note("")
+
+
+def run_checks(checks: dict[str, Callable[[], Any]], rows: Rows) -> None:
+    """Carry out checks one by one, until the GPU no longer answers."""
+    for number, (name, function) in enumerate(checks.items()):
+        rows.note(name)
+        started = time.perf_counter()
+        status, said = carry_out(function)
+        rows.add(name, status, said, seconds=round(time.perf_counter() - started, 2))
+        if status == WRONG and is_lost():
+            left = f"the GPU no longer answers: {len(checks) - number - 1} checks are not run"
+            rows.add("", WRONG, left)
+            return
+
+
+def is_lost() -> bool:
+    """Whether everything fails since an error: an illegal address, an assertion of a kernel."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def carry_out(function: Callable[[], Any]) -> tuple[str, str]:
@@ -53,6 +70,8 @@ def carry_out(function: Callable[[], Any]) -> tuple[str, str]:
         torch.cuda.synchronize()
     except ModuleNotFoundError as error:
         return MISSING, f"{error.name} is not installed"
+    except checking.NotDry as reason:
+        return NOT_DRY, str(reason)
     except Exception as error:  # noqa: BLE001  a failed check is a result
         return WRONG, in_a_line(error)
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
 
 from apex import amp, debug
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
@@ -14,6 +15,7 @@ from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.optimizers import FusedAdam, FusedLAMB
 from apex.parallel import DistributedDataParallel, Reducer, convert_syncbn_model
 from apex.parallel.distributed import flat_dist_call
+from tests.waits import no_waits
 from tools.gpu import checking
 from tools.gpu.checking import (
     BF16,
@@ -27,10 +29,10 @@ from tools.gpu.checking import (
     check,
     close,
     copies,
+    default,
     gradients,
     need,
     network,
-    no_waits,
     normal,
     on_a_side_stream,
     one_rank,
@@ -127,7 +129,7 @@ def steps_of_torchs_wrapper_do_not_wait(level: str) -> None:
     model, x = network(norm=False), normal(8, 16)
     optimizer = _adam(model)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    run = nn.parallel.DistributedDataParallel(model)
+    run = TorchsWrapper(model)
 
     def backward() -> None:
         with amp.scale_loss(run(x).float().square().mean(), optimizer) as scaled:
@@ -220,8 +222,8 @@ def a_default_dtype_changes_no_norm(dtype: torch.dtype) -> None:
     """A sum of squares in float16 would overflow at a norm of 256."""
     one_rank()
     norms = []
-    for default in (dtype, F32):
-        torch.set_default_dtype(default)
+    for one in (dtype, F32):
+        torch.set_default_dtype(one)
         param = nn.Parameter(torch.ones(64, 64, device=DEVICE, dtype=F32))
         optimizer = DistributedFusedAdam([param], lr=0.1)
         (param * 10.0).sum().backward()
@@ -249,7 +251,7 @@ def a_step_of_the_wrapper_is_captured() -> None:
         if in_a_graph:
             side = on_a_side_stream(step, 11)  # 11, as torch's own wrapper needs
             again = Captured(step, stream=side).replay
-        for _ in range(0 if in_a_graph else 11 + checking.DRY):
+        for _ in range(0 if in_a_graph else 11):
             step()
         for number in range(3):
             x.copy_(normal(8, 16, seed=number))
@@ -315,6 +317,61 @@ def flat_calls_and_buffers() -> None:
     DistributedDataParallel(layer)(normal(2, 4)).sum().backward()
 
 
+@check()
+def a_buffer_of_16_bit_integers() -> str:
+    """Which NCCL cannot send: ours takes it, or torch's own wrapper does not either."""
+    one_rank()
+    layer = nn.Linear(4, 4, device="cpu", dtype=F32).to(DEVICE)
+    layer.register_buffer("count", torch.ones(3, dtype=torch.int16, device=DEVICE))
+    outcomes = {}
+    for name, wrap in (("torch's", TorchsWrapper), ("ours", DistributedDataParallel)):
+        try:
+            wrap(layer)(normal(2, 4)).sum().backward()
+            outcomes[name] = "runs"
+        except (RuntimeError, ValueError, TypeError) as error:
+            outcomes[name] = f"{type(error).__name__}: {str(error)[:80]}"
+    said = ", ".join(f"{name}: {outcome}" for name, outcome in outcomes.items())
+    need(outcomes["ours"] == "runs" or outcomes["torch's"] != "runs", said)
+    return said
+
+
+@check()
+def a_module_on_the_cpu_is_refused() -> str:
+    """NCCL sends nothing from there."""
+    one_rank()
+    if checking.DRY:
+        raise checking.NotDry("gloo sends tensors of the CPU")
+    try:
+        DistributedDataParallel(network("cpu"))
+    except (RuntimeError, ValueError) as error:
+        return f"refused: {str(error)[:80]}"
+    raise AssertionError("accepted")
+
+
+@check("device", "type")
+def a_default_device_changes_no_sampling(which: str) -> None:
+    """parallel_state, seeds, samples and batches of apex.transformer."""
+    from apex.transformer import parallel_state, tensor_parallel
+    from apex.transformer._data import MegatronPretrainingRandomSampler
+
+    one_rank()
+    found: list[list[Tensor]] = []
+    for one in (which, "none"):
+        with default(one):
+            parallel_state.initialize_model_parallel(1, 1)
+            try:
+                tensor_parallel.model_parallel_cuda_manual_seed(1)
+                with tensor_parallel.get_cuda_rng_tracker().fork():
+                    drawn = torch.randn(3, device=DEVICE, dtype=F32)
+                words = torch.arange(6, device=DEVICE).view(2, 3)
+                sent = tensor_parallel.broadcast_data(["text"], {"text": words}, torch.int64)
+            finally:
+                parallel_state.destroy_model_parallel()
+            samples = next(iter(MegatronPretrainingRandomSampler(32, 0, 2, 0, 1)))
+        found.append([drawn.cpu(), sent["text"].cpu(), torch.tensor(samples, device="cpu")])
+    same(found[0], found[1], "numbers, words and samples")
+
+
 class Slow(torch.autograd.Function):
     """Whose backward takes the GPU 0.2 s."""
 
@@ -356,7 +413,7 @@ def a_forward_on_two_streams() -> str:
     wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
         "plain": lambda m: m,
         "ours": DistributedDataParallel,
-        "torch's": nn.parallel.DistributedDataParallel,
+        "torch's": TorchsWrapper,
     }
     for name, wrap in wrappers.items():
         torch.manual_seed(0)

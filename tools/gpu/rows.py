@@ -10,6 +10,7 @@ from typing import Any
 FORMAT = "apex gpu 1"
 # "right", or why not; "missing": a package that is not installed, which is no failure.
 RIGHT, WRONG, MISSING, UNSTEADY = "right", "wrong", "missing", "unsteady"
+NOT_DRY = "not run dry"  # in a dry run: nothing can stand in for the GPU
 
 
 class Rows:
@@ -23,6 +24,11 @@ class Rows:
     def add(self, name: str, status: str = RIGHT, said: str = "", **more: Any) -> None:
         """Add a row and write the file."""
         self.content["rows"].append({"name": name, "status": status, "said": said, **more})
+        self.save()
+
+    def note(self, running: str) -> None:
+        """Say what runs now: what a killed process leaves."""
+        self.content["running"] = running
         self.save()
 
     def save(self) -> None:
@@ -44,3 +50,23 @@ def load(file: Path) -> dict[str, Any]:
         return {"format": FORMAT, "rows": []}
     found: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return found
+
+
+def as_rows(content: dict[str, Any]) -> dict[str, Any]:
+    """Give what `apex selftest` wrote the rows that parts have."""
+    if "checks" in content:
+        content["running"] = content.get("next")
+        content["rows"] = [
+            {
+                "name": f"{check['area']}: {check['name']} ({check['path']})",
+                "status": RIGHT if check["status"] == "right" else WRONG,
+                "said": (check["error"] or "").strip().rpartition("\n")[2] or _numbers(check),
+            }
+            for check in content["checks"]
+        ]
+    return content
+
+
+def _numbers(check: dict[str, Any]) -> str:
+    wrong = [one for one in check["measured"] if not one["right"]]
+    return "; ".join(f"{one['what']}: {one['value']:.3g} of {one['allowed']:.3g}" for one in wrong)

@@ -1,6 +1,6 @@
 """Tests as a part: pytest in this process, and a row for each failure as it happens.
 
-python -m tools.gpu.suite --out FILE [--dry] PYTEST_ARGUMENTS
+python -m tools.gpu.suite --out FILE [--dry] [--stand-ins] PYTEST_ARGUMENTS
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--stand-ins", action="store_true", help="of tests marked gpu, on a CPU")
     args, words = parser.parse_known_args()
     rows = Rows(args.out)
     if importlib.util.find_spec("pytest") is None:
@@ -88,7 +89,13 @@ def main() -> None:
         words += [f"-n{processes}"]
     if args.dry and importlib.util.find_spec("xdist"):
         words += ["-n0"]
-    code = pytest.main(["-q", "-p", "no:cacheprovider", *words], plugins=[Recorder(rows)])
+    plugins: list[object] = [Recorder(rows)]
+    if args.stand_ins:
+        from tools.gpu import marked
+
+        plugins.append(marked.StandIns(rows))
+        words += marked.files()
+    code = pytest.main(["-q", "-p", "no:cacheprovider", *words], plugins=plugins)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         sys.exit(int(code))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +22,13 @@ from torch import nn
 from apex import amp, optimizers
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
+from apex.ops import _runtime
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from benchmarks.turns import ratio, take_turns
 from tools.gpu import checking
-from tools.gpu.checking import BF16, DEVICE, F16, F32, LEVELS, Tensor
+from tools.gpu.checking import BF16, DEVICE, F16, F32, LEVELS, Tensor, on_a_side_stream
 from tools.gpu.part import in_a_line
-from tools.gpu.rows import MISSING, RIGHT, UNSTEADY, WRONG, Rows
+from tools.gpu.rows import MISSING, NOT_DRY, RIGHT, UNSTEADY, WRONG, Rows
 
 DIFFER = 0.10  # of the two times of a control
 WARM_UP = 3
@@ -74,6 +75,7 @@ def measure(which: str, rows: Rows, *, dry: bool) -> None:
     for group, (made, clock) in GROUPS[which]().items():
         if dry:  # one call each, whose time means nothing
             clock = Clock(1, 1, clock.host, differ=math.inf)
+        rows.note(group)
         time_group(group, made, clock, rows)
         torch.cuda.empty_cache()
 
@@ -85,7 +87,16 @@ def time_group(group: str, made: list[Row], clock: Clock, rows: Rows) -> None:
     if control not in works:
         return
     before = clock(works[control])
-    taken = take_turns({name: partial(clock, work) for name, work in works.items()}, clock.turns)
+    so_far: dict[str, list[float]] = {name: [] for name in works}
+    rows.content["unfinished"] = {group: so_far}  # what a process leaves that is killed in a group
+
+    def timed(name: str) -> float:
+        so_far[name].append(clock(works[name]))
+        rows.save()
+        return so_far[name][-1]
+
+    taken = take_turns({name: partial(timed, name) for name in works}, clock.turns)
+    del rows.content["unfinished"]
     after = clock(works[control])
     steady = abs(after / before - 1) <= clock.differ
     said = "" if steady else f"{control} took {before:.4f} ms before and {after:.4f} ms after"
@@ -108,6 +119,8 @@ def _warmed(group: str, made: list[Row], rows: Rows) -> dict[str, Work]:
             for _ in range(WARM_UP):
                 work()
             torch.cuda.synchronize()
+        except checking.NotDry as reason:
+            rows.add(f"{group}: {row.name}", NOT_DRY, str(reason))
         except ModuleNotFoundError as error:
             rows.add(f"{group}: {row.name}", MISSING, f"{error.name} is not installed")
         except Exception as error:  # noqa: BLE001  the others are timed
@@ -157,10 +170,13 @@ def _transformer() -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, labels
 
 
-def _torchs(make: Any, dtype: torch.dtype | None, tf32: bool = False) -> Callable[[], Work]:
+def _torchs(
+    make: Any, dtype: torch.dtype | None, tf32: bool = False, capturable: bool = False
+) -> Callable[[], Work]:
     def build() -> Work:
         model, x, labels = make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        options: Any = {"lr": 1e-5, "fused": True, "capturable": capturable}
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
         scaler = torch.amp.GradScaler(DEVICE.type, enabled=dtype is F16)
 
         def step() -> None:
@@ -177,10 +193,11 @@ def _torchs(make: Any, dtype: torch.dtype | None, tf32: bool = False) -> Callabl
     return build
 
 
-def _level(make: Any, level: str) -> Callable[[], Work]:
+def _level(make: Any, level: str, capturable: bool = False) -> Callable[[], Work]:
     def build() -> Work:
         model, x, labels = make()
-        optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-5)
+        options: Any = {"lr": 1e-5, "capturable": capturable}
+        optimizer = optimizers.FusedAdam(model.parameters(), **options)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
         def step() -> None:
@@ -212,6 +229,73 @@ def trainings() -> dict[str, tuple[list[Row], Clock]]:
         "30 small layers": (_of(_deep), Clock(10, 5)),
         "30 small layers, host": (_of(_deep), Clock(10, 5, host=True)),
         "transformer of 110M": (_of(_transformer), Clock(4, 4)),
+    }
+
+
+# --- steps in CUDA graphs -------------------------------------------------------------------------
+
+
+def _in_a_graph(build: Callable[[], Work]) -> Callable[[], Work]:
+    def captured() -> Work:
+        step = build()
+        side = on_a_side_stream(step, WARM_UP)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            step()
+        return graph.replay
+
+    return captured
+
+
+def _by_capture(build: Callable[[], Work]) -> Callable[[], Work]:
+    """``amp.capture``: the graph, what is looked at before a replay, and the copies."""
+
+    def captured() -> Work:
+        step = amp.capture(build())
+        for _ in range(WARM_UP + 1):
+            step()
+        if not step.replays:
+            raise RuntimeError(repr(step))
+        return step
+
+    return captured
+
+
+def _reduced_overhead() -> Callable[[], Work]:
+    """Forward and backward in torch.compile's graphs; optimizer and scaler outside."""
+
+    def make() -> tuple[Any, Tensor, Tensor]:
+        if checking.DRY:
+            raise checking.NotDry("nothing is compiled")
+        model, x, labels = _transformer()
+        return torch.compile(model, mode="reduce-overhead"), x, labels
+
+    return _torchs(make, BF16)
+
+
+def _beside_graphs(make: Any, levels: Iterable[str]) -> list[Row]:
+    build = _torchs(make, BF16, capturable=True)
+    rows = [Row(TF32, _torchs(make, None, tf32=True)), Row(TORCH_BF16, build)]
+    rows.append(Row(f"{TORCH_BF16}, graph", _in_a_graph(build), TORCH_BF16))
+    for level in levels:
+        build = _level(make, level, capturable=True)
+        rows += [Row(level, build, TF32), Row(f"{level}, graph", _in_a_graph(build), level)]
+        rows.append(Row(f"{level}, amp.capture", _by_capture(build), f"{level}, graph"))
+    return rows
+
+
+def captured() -> dict[str, tuple[list[Row], Clock]]:
+    """What a graph leaves of a step, over the step; a large one keeps its activations (10 GB).
+
+    A bare replay is the time of the kernels; ``amp.capture`` is to take 10 % more at most. To
+    compile takes longest, so that comes last.
+    """
+    compiled = Row("torch bfloat16, reduce-overhead", _reduced_overhead(), TORCH_BF16)
+    large, name = Clock(4, 4), "graph, transformer of 110M"
+    return {
+        "graph, 30 small layers": (_beside_graphs(_deep, LEVELS), Clock(10, 5)),
+        f"{name}, O2": (_beside_graphs(_transformer, ["O2"]), large),
+        f"{name}, O5": ([*_beside_graphs(_transformer, ["O5"]), compiled], large),
     }
 
 
@@ -356,11 +440,102 @@ def ops() -> dict[str, tuple[list[Row], Clock]]:
 # --- the host -------------------------------------------------------------------------------------
 
 
+class Empty(torch.autograd.Function):
+    """Allocates what a layer norm does, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return an output that nothing is written to."""
+        ctx.save_for_backward(x, weight)
+        ctx.statistics = torch.empty((2, len(x)), dtype=F32, device=x.device)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients that nothing is written to."""
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+
+
+def _with_kernels(make: Callable[[], Work]) -> Callable[[], Work]:
+    """Make work that runs the kernels at any size."""
+
+    def build() -> Work:
+        if checking.DRY:
+            raise checking.NotDry("kernels are not compiled")
+        inner = make()
+
+        def work() -> None:
+            with _runtime.use("triton"):
+                inner()
+
+        return work
+
+    return build
+
+
+def _launches() -> list[Row]:
+    """Where the host's time of a layer norm goes: its function, its launcher, Triton's launch."""
+    x, dy = (torch.randn(64, 1024, device=DEVICE, dtype=BF16) for _ in range(2))
+    theirs: Any = nn.LayerNorm(1024).to(DEVICE, BF16)
+    ours: Any = FusedLayerNorm(1024).to(DEVICE, BF16)
+    leaves = (x, ours.weight, ours.bias)
+
+    def without_grad() -> Work:
+        return torch.no_grad()(lambda: ours(x))
+
+    def launcher(way: str) -> Callable[[], Work]:
+        def make() -> Work:
+            from apex.kernels import row_norms
+            from apex.kernels._launching import cdiv
+            from apex.kernels.row_norms.kernels import row_norm_forward as kernel
+
+            weight, bias, shape = ours.weight.detach(), ours.bias.detach(), (1024,)
+            given = (x, weight, bias, shape, 1e-5, True, BF16)
+            y, mean, rstd = row_norms.forward(*given)
+            saved: Any = {"weight": weight, "bias": bias, "rstd": rstd, "x": x, "mean": mean}
+            options: Any = {"shape": shape, "eps": 1e-5, "centered": True, "x_dtype": BF16}
+            rows, block, warps = row_norms._tile(1024)
+            launched = (x, weight, bias, y, mean, rstd, 64, 2048, 1e-5, True, rows, block)
+            grid = (cdiv(64, rows), 1, 1)
+            ways: dict[str, Work] = {
+                "forward": lambda: row_norms.forward(*given),
+                "backward": lambda: row_norms.backward(dy, [True] * 3, **saved, **options),
+                "launch": lambda: kernel[grid](*launched, num_warps=warps),
+            }
+            if way == "compiled":
+                found = kernel[grid](*launched, num_warps=warps)
+                stream, nothing = torch.cuda.current_stream().cuda_stream, (None, None, None)
+                fixed = (*grid, stream, found.function, found.packed_metadata, *nothing)
+                return lambda: found.run(*fixed, *launched)
+            return ways[way]
+
+        return _with_kernels(make)
+
+    name = "torch LayerNorm"
+    return [
+        Row(name, _both_ways(theirs, x)),
+        Row("one function of torch", lambda: lambda: dy.add(1), name),
+        Row(
+            "torch.empty", lambda: lambda: torch.empty((64, 1024), dtype=BF16, device=DEVICE), name
+        ),
+        Row("as called", _both_ways(ours, x), name),
+        Row("empty autograd.Function", _both_ways(Empty.apply, *leaves), name),
+        Row("kernels", _with_kernels(_both_ways(ours, x)), name),
+        Row("kernels, no_grad", _with_kernels(without_grad), name),
+        Row("launcher, forward", launcher("forward"), name),
+        Row("launcher, backward", launcher("backward"), name),
+        Row("Triton's launch", launcher("launch"), name),
+        Row("Triton's compiled launch", launcher("compiled"), name),
+    ]
+
+
 def host() -> dict[str, tuple[list[Row], Clock]]:
     """Time until calls return, where the GPU has next to nothing to do."""
     clock = Clock(50, 9, host=True)
     shapes: list[tuple[int, ...]] = [(8, 8)] * (5 if checking.DRY else 300)
     return {
+        "host, 64 x 1024": (_launches(), Clock(100, 7, host=True)),
         "host, 8 x 64": (_norms(8, 64, BF16), clock),
         "host, 8 x 64 classes": (_losses(8, 64, BF16), clock),
         "host, 300 of 8 x 8": (_steps(shapes), clock),
@@ -370,6 +545,7 @@ def host() -> dict[str, tuple[list[Row], Clock]]:
 
 GROUPS: dict[str, Callable[[], dict[str, tuple[list[Row], Clock]]]] = {
     "trainings": trainings,
+    "captured": captured,
     "lists": lists,
     "ops": ops,
     "host": host,

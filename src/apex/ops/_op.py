@@ -83,7 +83,7 @@ class op:  # lower case, like torch.autocast: used as a function
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
         takes: Whether the kernel takes the first argument as it lies in memory.
         compiles_to_operator: Whether ``torch.compile`` for a GPU gets the operator and not the
-            definition, which it fuses with what is around. docs/performance.md has their bytes.
+            definition, which it fuses with what is around. docs/kernels.md has their bytes.
     """
 
     def __init__(

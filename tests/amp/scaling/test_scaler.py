@@ -198,6 +198,15 @@ def test_flags_of_passes_without_a_check_add_up():
     assert scaler.loss_scale() == 4.0
 
 
+@pytest.mark.parametrize("reads", [LossScaler, AsOnADevice])
+def test_an_overflow_starts_the_count_of_clean_steps_anew(reads):
+    scaler = reads("dynamic", init_scale=8.0, scale_window=3)
+    scaler.count_step()
+    scaler.count_step()
+    scaler.finish_pass(torch.tensor(1.0))
+    assert (scaler.loss_scale(), scaler._unskipped) == (4.0, 0)
+
+
 def test_old_helpers():
     grad, out = torch.tensor([1.0, 2.0]), torch.zeros(2)
     assert not scale_check_overflow_python(grad, out, 2.0, True)

@@ -13,7 +13,7 @@ rounded, and those of masked columns are 0.
 Bytes an element that the kernels move, in 16 bits: 4 forward, a read and a write, and 6 backward;
 3 and 4 if causal; a mask of all heads adds its byte over their number. Torch's ``softmax((x *
 scale).masked_fill(mask, -10000), -1)`` moves 12, in three passes, and 14: 2.6 times
-as many bytes. Instructions, which limit the kernels sooner on some GPUs: docs/performance.md.
+as many bytes. Instructions, which limit the kernels sooner on some GPUs: docs/kernels.md.
 """
 
 from __future__ import annotations
