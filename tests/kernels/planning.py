@@ -12,6 +12,9 @@ from triton.runtime import driver
 
 from apex.kernels._plans import Family
 from apex.ops import _runtime
+from apex.ops.layers import scaled_softmax, swiglu
+from apex.ops.losses import cross_entropy, focal_loss
+from apex.ops.norms import group_norm, row_norms
 from apex.selftest.catalogue.entry import DTYPES
 from apex.selftest.catalogue.ops import OPS
 from tests.amp.test_frames import frames_of
@@ -97,28 +100,77 @@ def differing(**more):
     return wrong, planned
 
 
-def of_operations(name, planted=False):
-    """Operations at many shapes: launches whose plan is another kernel than the JIT's."""
-    wrong, planned = [], 0
+@contextlib.contextmanager
+def compared():
+    """Note launches whose plan is another kernel than the JIT's, and how many took a plan."""
+    wrong, planned = [], []
     original = Family.launch
 
     def launch(family, grid, tensors, numbers, *varying):
-        nonlocal planned
-        original(family, grid, tensors, numbers, *(() if planted else varying))
+        original(family, grid, tensors, numbers, *varying)
         taken, args = ran[-1]
-        planned += not any(isinstance(arg, torch.Tensor) for arg in args[9:])
+        if not any(isinstance(arg, torch.Tensor) for arg in args[9:]):
+            planned.append(family.kernel.__name__)
         if taken is not _of_the_jit(family, grid, tensors, numbers):
             wrong.append((family.kernel.__name__, [*numbers]))
 
-    op = {each.name: each for each in OPS}[name]
     with recording(), mock.patch.object(Family, "launch", launch):
+        yield wrong, planned
+
+
+def of_operations(name):
+    """An operation at many shapes and places in memory."""
+    op = {each.name: each for each in OPS}[name]
+    with compared() as (wrong, planned):
         for shape, dtype in itertools.product(_shapes(op), (op.dtypes[0], op.dtypes[-1])):
             for offset in (0, 0, 1):
                 leaves, rest = op.inputs(shape, DTYPES[dtype], CPU)
                 leaves[0] = _moved(leaves[0], offset).requires_grad_()
                 y = op.ours(*leaves, *rest)
                 torch.autograd.grad(y, leaves[0], torch.ones_like(y))
-    return wrong, planned
+    return wrong, len(planned)
+
+
+def of_mixed_arguments():
+    """Dtypes that differ, tensors that are absent, gradients that are not needed, one by one."""
+    made = torch.ones
+    types = (torch.float32, torch.float16)
+    with compared() as (wrong, planned):
+        for x, w, both in itertools.product(types, types, (True, False)):
+            row, weight = made(16, 16, dtype=x), made(16, dtype=w)
+            pair = (weight, weight.clone()) if both else (weight, None)
+            for centered in (True, False)[not both :]:
+                constants = ((16,), 1e-5, centered, w)
+                _both_ways(row_norms.OP, (row, *pair), constants)
+                _both_ways(row_norms.MEMORY_EFFICIENT, (row, *pair), (*constants, x))
+            image = made(2, 16, 2, 2, dtype=x).to(memory_format=torch.channels_last)
+            _both_ways(group_norm.OP, (image, *pair), (2, 1e-5, True))
+        for needs in ((True, True), (True, False), (False, True)):
+            for dtype in types:
+                _both_ways(
+                    swiglu.OP, (made(4, 16, dtype=dtype), made(4, 16, dtype=dtype)), (), needs
+                )
+        for labels, padding, smoothing in itertools.product(
+            (torch.int64, torch.int32), (0, -100, -(2**63)), (0.0, 0.1)
+        ):
+            label = made(4, dtype=labels)
+            _both_ways(cross_entropy.OP, (made(4, 16),), (label, smoothing, padding))
+            _both_ways(focal_loss.OP, (made(4, 16),), (label, made(1), 9, 0.25, 2.0, smoothing))
+        for mask, causal in ((None, False), (None, True), (made(1, 1, 4, 4) > 2, False)):
+            _both_ways(scaled_softmax.OP, (made(2, 3, 4, 4),), (mask, 0.5, causal))
+    return wrong, len(planned)
+
+
+def _both_ways(operation, leaves, rest, needs=None):
+    """Twice, so that the second takes plans; with every gradient or those that are needed."""
+    for _ in range(2):
+        inputs = [None if leaf is None else leaf.detach() for leaf in leaves]
+        for number, leaf in enumerate(inputs):
+            if leaf is not None:
+                leaf.requires_grad_(needs is None or needs[number])
+        y = operation(*inputs, *rest)
+        wanted = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
+        torch.autograd.grad(y, wanted, torch.ones_like(y))
 
 
 def _shapes(op):

@@ -56,6 +56,12 @@ def test_plans_of_an_operation_are_never_stale(name):
     assert planned >= 10
 
 
+def test_plans_of_mixed_arguments_are_never_stale():
+    wrong, planned = call(planning.of_mixed_arguments)
+    assert not wrong
+    assert planned >= 50
+
+
 def test_frames():
     found = call(planning.frames)
     for name, counts in found.items():
