@@ -151,7 +151,7 @@ AMP = [
         plant="Ignore writes to a weight that has a master.",
         test="tests/amp/gradients/test_written_masters.py::test_weights_that_were_given_other_memory_are_taken_over"
         "[O2]",
-        file="src/apex/amp/gradients/pairs.py",
+        file="src/apex/amp/gradients/parameters.py",
         old="master.take_over(weight, both=is_written)",
         new="pass",
     ),
@@ -203,8 +203,8 @@ AMP = [
         plant="Convert batchnorm layers that are not affine.",
         test="tests/amp/initialize/test_modules.py::test_which_weights_are_cast[O2-None]",
         file="src/apex/amp/casting/models.py",
-        old="if keep_batchnorm and isinstance(module, _BatchNorm):",
-        new="if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:",
+        old="(keep_batchnorm and isinstance(module, _BatchNorm))",
+        new="(keep_batchnorm and isinstance(module, _BatchNorm) and module.affine)",
     ),
     Behaviour(
         "amp",
@@ -608,7 +608,7 @@ REPORT = [
         plant="Ask for no bad verdict on quality alone.",
         test="tests/bench/test_verdict.py"
         "::test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged",
-        file="src/apex/bench/training/sentences.py",
+        file="src/apex/bench/training/answer.py",
         old="right = [v for v in of if _trained(v) and not _bad(v)]",
         new="right = [v for v in of if not _bad(v)]",
     ),

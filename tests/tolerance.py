@@ -45,6 +45,24 @@ CLIPPED = 4e-6
 NEXT_BFLOAT16 = 2.0**-7
 
 
+# Three steps of DistributedFusedAdam, of the largest weight or moment, where weights are rounded to
+# a dtype after each (half an ulp), or moments to float16. Seen: 6.4e-4 in float16, 4.6e-3 in
+# bfloat16, 0 in float32; float64 weights beside float32 masters 2.1e-7.
+ROUNDED_WEIGHTS = {
+    torch.float64: 1e-6,
+    torch.float32: 2.0**-23,
+    torch.float16: 2.0**-10,
+    torch.bfloat16: 2.0**-7,
+}
+
+
+# Three steps of DistributedFusedAdam and of torch's Adam under DistributedDataParallel, of the
+# largest element. float32: gradients of several passes are added up in another order; seen: 8.7e-8.
+# float16: none seen. bfloat16: DDP rounds the mean gradient, and so a weight or an output becomes
+# its neighbour; seen: 7.6e-3.
+ADAM_UNDER_DDP = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-6}
+
+
 # Three float32 steps of each optimizer, clipped where it clips, against float64.
 # Largest over four seeds: 4.5e-7 of the largest element.
 THREE_STEPS = 1e-6
@@ -237,3 +255,11 @@ EIGHT_BIT_LOSS = 5e-3
 # Losses and gradients of a transducer in float32, of the largest: the logarithms of probabilities
 # are float32 and added up in float64. Largest over 25 seeds: 1.4e-7 and 3.5e-7.
 TRANSDUCER = 1e-6
+
+# apex.patch: rms errors to float64 of a patched model, as a part of the original's, over five sets
+# of weights, tokens and 200 or more elements each.
+PATCHED = 1.2
+# The same norm by both, if input or weight is bfloat16: transformers rounds twice, of 2**-9 each.
+PATCHED_NORM = 2.0**-7
+# A loss after two steps at O1, O2 and O5; see PATCHED_NORM. Largest seen: 3e-3.
+PATCHED_LOSS = 0.02

@@ -1,10 +1,8 @@
 """What the ranks of tests/contrib/test_distributed_optimizers.py run; each function is a job."""
 
 import contextlib
-import copy
 import functools
 import os
-import pickle
 import re
 import warnings
 
@@ -19,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex import amp
 from apex.amp import GradScaler
-from apex.contrib.optimizers._sharded_gradients import remove
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
@@ -30,6 +27,8 @@ from tests.waits import no_waits
 
 SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))
 STEPS = 3
+SMALL = {"bucket_cap_mb": 1e-4}  # three buckets
+LEFT_OUT = ((), (3, 4))
 GROUPS = ({"weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.8, 0.99)})
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 MIXED = (FLOAT, BFLOAT, HALF)
@@ -139,6 +138,84 @@ def without_shards(rank):
         collectives.WITHOUT_SHARDS.discard("gloo")
 
 
+def rounded(dtypes, options, rank):
+    """Weights after three steps, and what constructing the optimizer warned of."""
+    group, rank = world(rank, 2)
+    ps = params(dtypes)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer = DistributedFusedAdam(groups(ps), process_group=group, **options)
+        texts = [str(one.message) for one in said]
+        train(optimizer, ps, rank)
+    optimizer.param_sync()
+    return [p.detach() for p in ps], texts
+
+
+def filled(caps, rank):
+    """What the first steps with buckets of these sizes warn of."""
+    found = []
+    for cap in caps:
+        param = nn.Parameter(torch.ones(2**15))  # 1/8 MiB
+        optimizer = DistributedFusedAdam([param], **({} if cap is None else {"bucket_cap_mb": cap}))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                param.sum().backward()
+                optimizer.step()
+        found.append([str(one.message) for one in said])
+    return found
+
+
+def train_gently(optimizer, ps, rank, steps=range(STEPS)):
+    """Gradients around 1e-6, whose squares float16 does not have."""
+    for step in steps:
+        backward([p.float() for p in ps], [g.float() * 2.0**-20 for g in grads(step, rank, ps)])
+        optimizer.step()
+
+
+def scaled_moments(rank):
+    """Weights and second moments: float32 ones, float16 ones with a scale; and what is stored."""
+    group, rank = world(rank, 2)
+    ends, moments = [], []
+    for options in ({}, {"dtype": HALF, "grad_sync_dtype": FLOAT, "with_scaled_states": True}):
+        ps = params((HALF,))
+        optimizer = DistributedFusedAdam(ps, process_group=group, lr=0.01, eps=1e-12, **options)
+        train_gently(optimizer, ps, rank)
+        ends.append([p.detach().float() for p in ps])
+        moments.append([optimizer.state_dict()["state"][n]["exp_avg_sq"] for n in range(5)])
+    states = optimizer._shard.state.values()
+    stored = {state[slot].dtype for state in states for slot in ("exp_avg", "exp_avg_sq")}
+    return ends, moments, stored
+
+
+def scaled_and_resumed(form, rank):
+    """Whether float16 moments with scales go on after saving and loading as without it."""
+    group, rank = world(rank, 2)
+    options = {"dtype": HALF, "grad_sync_dtype": FLOAT, "with_scaled_states": True, "eps": 1e-12}
+    options |= {"process_group": group}
+    whole, saved_, loaded = params(), params(), params()
+    train_gently(DistributedFusedAdam(whole, **options), whole, rank)
+    optimizer = DistributedFusedAdam(saved_, **options)
+    train_gently(optimizer, saved_, rank, steps=range(2))
+    state = optimizer.state_dict(state_dict_format=form)
+    optimizer = DistributedFusedAdam(loaded, **options)
+    with torch.no_grad():
+        torch._foreach_copy_(loaded, saved_)
+    optimizer.load_state_dict(state)
+    train_gently(optimizer, loaded, rank, steps=range(2, 3))
+    return [*map(torch.equal, loaded, whole)]
+
+
+def lamb_in_stages(rank):
+    """The original's two calls before the first step."""
+    ps = params()
+    optimizer = DistributedFusedLAMB(groups(ps))
+    optimizer._lazy_init_stage1()
+    optimizer._lazy_init_stage2()
+    assert len(optimizer._places) == len(ps)
+    return train(optimizer, ps, rank)
+
+
 def tiny(make, rank):
     """One number: three of four ranks have nothing of it."""
     p = nn.Parameter(torch.ones(()))
@@ -199,6 +276,19 @@ def accumulation(how, rank):
                 backward(ps, grads(2 * step + 1, rank, ps))
         else:
             backward(ps, grads(2 * step + 1, rank, ps))
+        optimizer.step()
+    return [p.detach() for p in ps]
+
+
+def between(options, rank):
+    """Passes that are reduced, a gradient that one rank misses, other collectives in between."""
+    group, rank = world(rank, 2)
+    ps = params()
+    optimizer = DistributedFusedAdam(groups(ps), process_group=group, **SMALL, **options)
+    for step in range(STEPS):
+        for number in range(2):
+            backward(ps, grads(2 * step + number, rank, ps, LEFT_OUT[rank]))
+            dist.all_reduce(torch.ones(3), group=group)  # say, of a loss
         optimizer.step()
     return [p.detach() for p in ps]
 
@@ -344,66 +434,6 @@ def attention(compiled, rank):
         assert len(graphs) <= {"": 0, "model": 1, "function": 2}[compiled]  # with hooks, without
         found.append([p.detach() for p in model.parameters()])
     return all(map(torch.equal, *found))
-
-
-def overlapped(rank):
-    """overlap_param_sync: modules wait for their own parameters; other readers see old ones."""
-    found = []
-    for overlap in (False, True):
-        model = MLP()
-        optimizer = DistributedFusedAdam(
-            model.parameters(), lr=0.1, overlap_param_sync=overlap, bucket_cap_mb=1e-4
-        )
-        hooks = torch.nn.modules.module._global_forward_pre_hooks
-        assert bool(hooks) == overlap  # it sees which modules there are
-        for step in range(STEPS):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            pending = len(optimizer._gathers)
-            assert (pending > 1) == bool(hooks) == overlap
-        with torch.no_grad():
-            model.first(x)  # without gradients, for all
-        assert not optimizer._gathers
-        assert not hooks
-        found.append([p.detach().clone() for p in model.parameters()])
-    model(x).square().sum().backward()
-    optimizer.step()
-    weight = model.first.weight
-    text = error((x @ weight.t()).sum().backward)
-    assert "has read an old value of a parameter of shape (8, 6)" in text, text
-    weight.grad = None
-    with torch.no_grad():
-        model.first.bias.zero_()
-    assert "call param_sync() before writing" in error(optimizer.param_sync)
-    optimizer._gathers.clear()
-    remove(optimizer._forward_hook)
-    return all(map(torch.equal, *found)), found[0]
-
-
-def read_after_a_step(steps, rank):
-    """overlap_param_sync: state_dict reads new values; errors of copies of the model."""
-    model = nn.Sequential(MLP(), nn.Linear(6, 2))
-    optimizer = DistributedFusedAdam(
-        model.parameters(), lr=0.1, overlap_param_sync=True, bucket_cap_mb=1e-4
-    )
-    for _ in range(steps):
-        model(torch.ones(4, 6)).square().sum().backward()
-        optimizer.step()
-    old = [p.detach().clone() for p in model.parameters()]
-    texts = [error(functools.partial(call, model)) for call in (copy.deepcopy, pickle.dumps)]
-    hooks = [module.register_state_dict_pre_hook(lambda *_: None) for module in model.modules()]
-    found = copy.deepcopy(model[1].state_dict() if steps == 1 else model.state_dict())
-    for hook in hooks:
-        hook.remove()
-    pickle.loads(pickle.dumps(copy.deepcopy(model))).state_dict()
-    optimizer.param_sync()
-    assert not any(module._state_dict_pre_hooks for module in model.modules())
-    new = [*model.parameters()]
-    assert not any(map(torch.equal, old, new))
-    assert all(map(torch.equal, reversed(found.values()), reversed(new)))
-    return texts
 
 
 # -- scaling ---------------------------------------------------------------------------------------
@@ -636,7 +666,6 @@ def refused(rank):
         "nccl_ub": {"nccl_ub": True},
         "both stored": {"store_param_remainders": True},
         "remainders": REMAINDERS,
-        "rounds": {"store_params": False, "param_sync_dtype": HALF},
         "buffer": {"contiguous_param_buffer": True, "param_sync_dtype": HALF},
         "dtype": {"dtype": torch.int32},
         "cap": {"bucket_cap_mb": 0},
@@ -648,7 +677,6 @@ def refused(rank):
     for name, options in wrong.items():
         texts[name] = error(lambda options=options: make(ps, **options))
     texts["meta"] = error(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
-    texts["float64"] = error(lambda: make([nn.Parameter(torch.ones(2).double())]))
     texts["ranks differ"] = error(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
     texts["options differ"] = error(lambda: make(ps, bucket_cap_mb=2 + rank))
     lamb = {

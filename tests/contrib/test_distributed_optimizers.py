@@ -10,9 +10,18 @@ import torch.distributed as dist
 
 from apex.optimizers import FusedAdam
 from tests.contrib import sharded_programs as programs
-from tests.contrib.sharded_programs import BFLOAT, FLOAT, HALF, LAMB, MIXED, REMAINDERS
+from tests.contrib.sharded_programs import (
+    BFLOAT,
+    FLOAT,
+    HALF,
+    LAMB,
+    LEFT_OUT,
+    MIXED,
+    REMAINDERS,
+    SMALL,
+)
 from tests.ranks import Ranks, processes
-from tests.tolerance import CLIPPED, assert_close_to_largest
+from tests.tolerance import CLIPPED, ROUNDED_WEIGHTS, assert_close_to_largest
 
 pytestmark = pytest.mark.dist
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
@@ -31,7 +40,6 @@ def assert_all_are(answers, wanted):
 
 
 BUFFERS = {"contiguous_grad_buffer": True, "contiguous_param_buffer": True}
-SMALL = {"bucket_cap_mb": 1e-4}  # three buckets
 CASES = {
     "defaults": ({}, (FLOAT,)),
     "mixed": (SMALL, MIXED),
@@ -55,6 +63,84 @@ def test_bits_are_those_of_fused_adam_with_the_mean_gradients(four, name, ranks)
 def test_parameters_are_rounded_to_the_dtype_that_is_sent(four):
     answers = four.run(functools.partial(programs.sharded, {"param_sync_dtype": HALF}, 4))
     assert_all_are(answers, [p.half().float() for p in programs.alone(4)])
+
+
+DOUBLE = torch.float64
+ROUNDING = {
+    "float64": (DOUBLE, {}, ["dtype=torch.float32 rounds parameters of torch.float64"]),
+    "float64, not stored": (DOUBLE, {"store_params": False}, []),
+    "float64 in float64": (DOUBLE, {"dtype": DOUBLE}, []),
+    "sent in bfloat16": (
+        FLOAT,
+        {"param_sync_dtype": BFLOAT},
+        ["param_sync_dtype=torch.bfloat16 rounds parameters of torch.float32"],
+    ),
+    "sent in bfloat16, not stored": (
+        FLOAT,
+        {"param_sync_dtype": BFLOAT, "store_params": False},
+        ["param_sync_dtype=torch.bfloat16 rounds parameters of torch.float32"],
+    ),
+    "16 bits": (HALF, {"dtype": HALF}, []),
+    "bytes": (FLOAT, {"param_sync_dtype": torch.uint8}, []),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_dtypes_that_round_are_warned_of(four, name):
+    dtype, options, wanted = ROUNDING[name]
+    exact = programs.alone(2, (dtype,))
+    for weights, texts in four.run(functools.partial(programs.rounded, (dtype,), options)):
+        assert len(texts) == len(wanted)
+        assert all(part in text for part, text in zip(wanted, texts, strict=True))
+        for p, q in zip(weights, exact, strict=True):
+            assert p.dtype == dtype
+            sent = options.get("param_sync_dtype", dtype)
+            coarse = sent if sent.is_floating_point else dtype
+            assert_close_to_largest(p, q, ROUNDED_WEIGHTS[coarse])
+
+
+def test_buckets_that_are_filled_by_less_than_70_percent_are_warned_of(four):
+    for found in four.run(functools.partial(programs.filled, [None, 0.125, 0.17, 0.18])):
+        assert found[:3] == [[]] * 3
+        (text,) = found[3]
+        assert "buckets are filled by 69%, of bucket_cap_mb=0.18 in each" in text
+        assert "Consider decreasing the bucket_cap_mb argument." in text
+
+
+def test_moments_in_float16_with_a_scale(four):
+    for (wide, narrow), (moments, scaled), dtypes in four.run(programs.scaled_moments):
+        assert dtypes == {HALF}
+        for p, q in zip(narrow, wide, strict=True):
+            assert_close_to_largest(p, q, ROUNDED_WEIGHTS[HALF])
+        for x, y in zip(scaled, moments, strict=True):
+            assert 0 < float(y.max()) < 2.0**-24  # nothing of it is in float16 itself
+            assert_close_to_largest(x, y, ROUNDED_WEIGHTS[HALF])
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_moments_in_float16_are_saved(four, form):
+    assert four.run(functools.partial(programs.scaled_and_resumed, form)) == [[True] * 5] * 4
+
+
+def test_the_stages_in_which_lamb_is_made(four):
+    assert_all_are(
+        four.run(programs.lamb_in_stages), four.run(functools.partial(programs.of_lamb, {}))[0]
+    )
+
+
+def test_names_that_programs_import():
+    from apex.contrib.optimizers.distributed_fused_adam import (
+        _disable_pre_forward_hook,
+        _multi_tensor_copy,
+    )
+
+    sources = [torch.arange(6.0), torch.ones(0), torch.tensor([1.5])]
+    found = [torch.zeros(2, 3, dtype=HALF), torch.ones(0), sources[2]]
+    _multi_tensor_copy(sources, found, dummy_overflow_buf=torch.zeros(1))
+    assert torch.equal(found[0], sources[0].view(2, 3).half())
+    assert found[2].item() == 1.5
+    with _disable_pre_forward_hook(found[0]):  # nothing is on its way
+        assert found[0][1, 2] == 5.0
 
 
 def test_sums_instead_of_means(four):
@@ -136,6 +222,13 @@ def test_accumulation(four, how):
     assert_all_are(answers, programs.alone(4, passes=2))
 
 
+@pytest.mark.parametrize("options", [{}, {"contiguous_grad_buffer": True}, BUFFERS], ids=len)
+def test_no_backward_pass_waits_for_other_ranks(four, options):
+    """Else two ranks wait for each other, in a backward pass and in a collective after it."""
+    answers = four.run(functools.partial(programs.between, options))
+    assert_all_are(answers, programs.alone(2, passes=2, without=LEFT_OUT))
+
+
 def test_a_batch_that_is_dropped(four):
     assert_all_are(four.run(programs.dropped), programs.alone(4))
 
@@ -166,22 +259,10 @@ def test_bytes_sent(four):
         assert [n for name, n in sent if name == "all_reduce"] == [5]  # a byte for each parameter
 
 
-def test_parameters_are_gathered_during_the_forward(four):
-    answers = four.run(programs.overlapped)
-    assert all(same for same, _ in answers)
-    assert_all_are([weights for _, weights in answers], answers[0][1])
-
-
 @pytest.mark.parametrize("compiled", ["", "model", "function"])
 @pytest.mark.slow
 def test_readers_of_parameters_of_other_modules_wait(four, compiled):
     assert four.run(functools.partial(programs.attention, compiled)) == [True] * 4
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_state_dict_waits_for_parameters(four, steps):
-    for texts in four.run(functools.partial(programs.read_after_a_step, steps)):
-        assert all("copied or pickled while new values of its parameters" in x for x in texts)
 
 
 # -- scaling ---------------------------------------------------------------------------------------
@@ -292,11 +373,10 @@ def test_weights_that_the_program_writes(four, name):
 
 ERRORS = {
     "amsgrad": "RuntimeError: DistributedFusedAdam does not support amsgrad=True",
-    "scaled states": "does not support with_scaled_states=True: use dtype=torch.bfloat16",
+    "scaled states": "with_scaled_states=True needs dtype=torch.float16; it was torch.float32",
     "nccl_ub": "does not support nccl_ub=True",
     "both stored": "RuntimeError: .*Pass store_params=False",
     "remainders": "has torch.float32, and store_param_remainders=True needs torch.bfloat16",
-    "rounds": "param_sync_dtype=torch.float16 would round it. Pass store_params=True",
     "buffer": "contiguous_param_buffer=True excludes param_sync_dtype=torch.float16",
     "dtype": "dtype was torch.int32; allowed are",
     "cap": "ValueError: .*bucket_cap_mb was 0; it must be a number above 0",
@@ -305,7 +385,6 @@ ERRORS = {
     "not in group": "ValueError: .*rank . is not in process_group. Pass one that it is in",
     "sizes": "RuntimeError: .*the first must be the product of the others",
     "meta": "is on meta, and another one on cpu",
-    "float64": "dtype=torch.float32 would round it. Pass dtype=torch.float64",
     "ranks differ": "rank 1 differs from rank 0 .* Build the same on every rank",
     "options differ": r"in options: it has \('bucket_cap_mb', 3\), and rank 0 has .* 2\)",
     "tuning": "TypeError: .*dwu_num_chunks was 4.0; it must be of type int, and has no effect",

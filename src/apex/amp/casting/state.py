@@ -12,6 +12,9 @@ changes that state in three ways:
   ``torch.autocast`` does.
 * :func:`off` switches casts off for a block.
 
+A forked process begins without the casts of a thread, as one that is spawned: a worker of a
+DataLoader computes in float32.
+
 :func:`current` says whether the casts in force are amp's, so that a program's own
 ``torch.autocast`` keeps torch's meaning.
 """
@@ -19,7 +22,9 @@ changes that state in three ways:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -220,7 +225,7 @@ def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
     if not torch.compiler.is_compiling():
         thread.backward = torch._C._current_graph_task_id()
     if casts is None:
-        _change(_states(dict.fromkeys(device_types(), False)))
+        _turn(dict.fromkeys(device_types(), False))
     else:
         _change([(device, True, casts.dtype) for device in devices])
 
@@ -239,17 +244,21 @@ def _change(states: _States) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _states(enabled: dict[str, bool]) -> _States:
-    """States with the dtypes that are in force."""
-    return [(device, on, torch.get_autocast_dtype(device)) for device, on in enabled.items()]
+def _turn(enabled: dict[str, bool]) -> None:
+    """Switch autocast on or off, with the dtypes that are in force."""
+    if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()
+    for device, is_on in enabled.items():
+        torch.set_autocast_enabled(device, is_on)
 
 
 def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
     """Switch ``casts`` on for all that this thread runs, until :func:`disable_for_thread`."""
     disable_for_thread()
+    _end_in_forked_processes()
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
-    enabled = {device: torch.is_autocast_enabled(device) for device in device_types()}
-    thread.before = _Saved(None, *own, _states(enabled), cache, nested=False)
+    now = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types()]
+    thread.before = _Saved(None, *own, now, cache, nested=False)
     _switch(casts, devices)
     thread.nesting = 0  # an enabled block around it was refused
     _defer_to_end_of_off()
@@ -276,6 +285,13 @@ def disable_for_thread() -> None:
     _defer_to_end_of_off()
     torch.set_autocast_cache_enabled(saved.cache)
     torch.clear_autocast_cache()
+
+
+@functools.cache
+def _end_in_forked_processes() -> None:
+    """Have forked processes begin without the casts of the thread that forks them, from now on."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=disable_for_thread)
 
 
 def _defer_to_end_of_off() -> None:
@@ -370,19 +386,19 @@ class off:  # in lower case, as torch.no_grad
         self.saved = saved
         thread.blocks.append(saved)
         if True in saved.values():
-            _change(_states(dict.fromkeys(saved, False)))
+            _turn(dict.fromkeys(saved, False))
 
     def __exit__(self, *error: object) -> None:
         saved = self.saved
         thread.blocks[:] = [other for other in thread.blocks if other is not saved]
         if True in saved.values():
-            _change(_states(saved))
+            _turn(saved)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside this context, casts as they were outside of the block."""
-        _change(_states(self.saved))
+        _turn(self.saved)
         try:
             yield
         finally:
-            _change(_states(dict.fromkeys(self.saved, False)))
+            _turn(dict.fromkeys(self.saved, False))

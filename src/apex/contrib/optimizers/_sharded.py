@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from apex.contrib.optimizers._scaled_moments import narrow, portions, widened
 from apex.contrib.optimizers._sharded_gradients import listed
 from apex.contrib.optimizers._sharded_parameters import ShardedParameters
 from apex.ops import _runtime
@@ -39,12 +40,13 @@ class Shard(FusedOptimizer):
     Args:
         owner: Has the groups, the algorithm and the numbers.
         low_bits: Whether the fragments are bfloat16, with their low bits beside them.
+        scaled: Whether moments are float16 with a scale each.
     """
 
     slots = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, owner: ShardedOptimizer, *, low_bits: bool) -> None:
-        self._owner = weakref.proxy(owner)
+    def __init__(self, owner: ShardedOptimizer, *, low_bits: bool, scaled: bool) -> None:
+        self._owner, self._is_scaled = weakref.proxy(owner), scaled
         self.dtypes: dict[torch.Tensor, torch.dtype] = {}  # of the state of fragments
         storage = LOW_BITS.name if low_bits else "plain"
         super().__init__([{"params": []}], dict(owner.defaults), storage=storage)
@@ -55,8 +57,17 @@ class Shard(FusedOptimizer):
     def _update(
         self, group: dict[str, Any], launch: _launches.Launch, options: StepOptions
     ) -> Stages | None:
-        stages: Stages | None = self._owner._update(group, launch, options)
-        return stages
+        if not self._is_scaled:
+            stages: Stages | None = self._owner._update(group, launch, options)
+            return stages
+        for part in portions(launch):
+            states = [self.state[param] for param in part.params]
+            wide = widened(part, states, self.slots)
+            self._owner._update(group, wide, options)
+            for slot, column in zip(self.slots, wide.columns[-len(self.slots) :], strict=True):
+                for state, value in zip(states, column, strict=True):
+                    narrow(state, slot, value)
+        return None
 
     def _finish(self, updates: Any, sharded: Sequence[torch.Tensor]) -> None:
         self._owner._finish(updates, sharded)
@@ -72,14 +83,18 @@ class ShardedOptimizer(ShardedParameters):
 
     @functools.cached_property
     def _shard(self) -> Shard:
-        return Shard(self, low_bits=self._options.store_param_remainders)
+        options = self._options
+        return Shard(
+            self, low_bits=options.store_param_remainders, scaled=options.with_scaled_states
+        )
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop all gradients, also those that are reduced already or on their way."""
         if self._round or self._next or any(any(bucket.arrivals) for bucket in self._buckets):
             self.grad_sync()  # so that ranks stay in the same round
         self._forget()
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are on their way
+            super().zero_grad(set_to_none)
 
     # -- norms and scaling -------------------------------------------------------------------------
 
@@ -286,6 +301,7 @@ class ShardedOptimizer(ShardedParameters):
 
     def _step_shard(self, factor: Scalar, noop: torch.Tensor | None) -> None:
         """Step the fragments of this rank and send them to the others."""
+        self._warn_of_empty_buckets()
         present, shard = self._find_present(), self._shard
         for bucket in self._buckets:
             bucket.open(shard.state)

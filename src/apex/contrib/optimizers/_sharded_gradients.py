@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ from apex.ops.lists.streams import HookOrder
 from apex.ops.lists.tensor_lists import Scalar
 from apex.optimizers import _checks
 from apex.optimizers._base import FusedOptimizer
+
+ENOUGH = 0.7  # of a bucket that is filled; the original's
 
 
 class Sharding(NamedTuple):
@@ -50,6 +53,7 @@ class Sharding(NamedTuple):
     contiguous_grad_buffer: bool = False
     store_params: bool = True
     store_param_remainders: bool = False
+    with_scaled_states: bool = False
 
 
 class Groups(NamedTuple):
@@ -68,12 +72,10 @@ class ShardedGradients(FusedOptimizer):
         self._own: Groups | None = None
         self._buckets: list[ShardBucket] = []
         self._places: dict[int, tuple[ShardBucket, int]] = {}  # by the id of a parameter
-        self._fragments: dict[
-            int, tuple[ShardBucket, Piece]
-        ] = {}  # by the same, those of this rank
+        self._fragments: dict[int, tuple[ShardBucket, Piece]] = {}  # the same, of this rank
+        self._capped: list[ShardBucket] = []  # those of bucket_cap_mb, until the first step
         self._hooks: dict[int, Any] = {}
         self._sent: deque[Sent] = deque()
-        self._gathers: list[tuple[ShardBucket, Any, torch.Tensor]] = []  # parameters on their way
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._syncs = self._greedy = True
         self._is_made = False
@@ -131,17 +133,29 @@ class ShardedGradients(FusedOptimizer):
                     "and float64, and integers for param_sync_dtype, which then sends bytes."
                 )
         problem, right = "", (torch.bfloat16, torch.float32, torch.bfloat16)
-        if param.dtype == torch.float64 and state != torch.float64:
-            problem = f"dtype={state} would round it. Pass dtype=torch.float64"
-        elif options.store_param_remainders and (param.dtype, state, sent) != right:
+        if options.store_param_remainders and (param.dtype, state, sent) != right:
             problem = "store_param_remainders=True needs torch.bfloat16, and dtype=torch.float32"
-        elif sent != param.dtype and not options.store_params:
-            problem = f"param_sync_dtype={sent} would round it. Pass store_params=True"
+        elif options.with_scaled_states and state != torch.float16:
+            problem = f"with_scaled_states=True needs dtype=torch.float16; it was {state}"
         elif sent != param.dtype and options.contiguous_param_buffer:
             problem = f"contiguous_param_buffer=True excludes param_sync_dtype={sent}"
         if problem:
             raise RuntimeError(f"{self._name}: a parameter has {param.dtype}, and {problem}.")
         return Kinds(state, grad, sent, raw)
+
+    def _warn_of_rounding(self, kinds: Iterable[tuple[torch.dtype, Kinds]]) -> None:
+        """Warn where weights get coarser than the parameters' dtype."""
+        texts = set()
+        for dtype, (state, _, sent, _) in kinds:
+            used = [("dtype", state)] * self._options.store_params + [("param_sync_dtype", sent)]
+            texts |= {
+                f"{self._name}: {name}={one} rounds parameters of {dtype}. Pass {name}={dtype} to "
+                "keep all their digits."
+                for name, one in used
+                if torch.promote_types(one, dtype) != one
+            }
+        for text in sorted(texts):
+            warnings.warn(text, stacklevel=2)
 
     def _take_in(self, params: list[torch.Tensor]) -> None:
         """Let parameters start with rank 0's values, and put hooks on those that are trained."""
@@ -158,6 +172,7 @@ class ShardedGradients(FusedOptimizer):
             "of parameters, in groups or in options: it has {other}, and rank 0 has {first}. Build "
             "the same on every rank.",
         )
+        self._warn_of_rounding({(param.dtype, self._kinds_of(param)) for param in params})
         broadcast(params, self._groups.all)
         if self._own is None:  # the same ranks, without other collectives
             device = params[0].device
@@ -204,6 +219,8 @@ class ShardedGradients(FusedOptimizer):
             raise ValueError(f"{self._name}: a parameter is in none of the optimizer's groups.")
         new = [param for param in params if id(param) not in self._places]
         kinds = [self._kinds_of(param, *dtypes) for param in new]
+        if any(dtypes):
+            self._warn_of_rounding({(p.dtype, kind) for p, kind in zip(new, kinds, strict=True)})
         self._hook(new)
         options, own = self._options, self._own
         assert own is not None
@@ -214,6 +231,7 @@ class ShardedGradients(FusedOptimizer):
             some = [new[index] for index in members]
             bucket = ShardBucket(some, kinds[members[0]], rank, world, stores=options.store_params)
             self._buckets.append(bucket)
+            self._capped += [bucket] * math.isfinite(cap_mb)
             self._places |= {id(param): (bucket, place) for place, param in enumerate(some)}
             self._fragments |= {id(some[one.place]): (bucket, one) for one in bucket.pieces}
             if options.contiguous_grad_buffer:
@@ -221,12 +239,32 @@ class ShardedGradients(FusedOptimizer):
             if options.contiguous_param_buffer:
                 bucket.make_buffer()
 
+    def _warn_of_empty_buckets(self) -> None:
+        """Warn once of buckets that are much smaller than the program says.
+
+        Not of the default: few models are too small for it on purpose.
+        """
+        buckets, self._capped = self._capped, []
+        cap_mb = self._options.bucket_cap_mb
+        if not buckets or cap_mb == Sharding._field_defaults["bucket_cap_mb"]:
+            return
+        sizes = [b.kinds.grad.itemsize * p.numel() for b in buckets for p in b.params]
+        filled = sum(sizes) / (len(buckets) * cap_mb * 2**20)
+        if filled < ENOUGH:
+            warnings.warn(
+                f"{self._name}: buckets are filled by {filled:.0%}, of bucket_cap_mb={cap_mb} in "
+                "each. A bucket is sent when it is full, so little is sent during the backward "
+                "pass. Consider decreasing the bucket_cap_mb argument.",
+                stacklevel=2,
+            )
+
     # -- gradients ---------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         """Begin a new step."""
-        for bucket in self._buckets:
-            bucket.forget()
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are on their way
+            for bucket in self._buckets:
+                bucket.forget()
         self._present: set[int] = set()  # ids of parameters that got gradients on this rank
         self._factor: Scalar = 1.0  # what reduced gradients are to be multiplied by
         self._is_unscaled = self._is_final = False  # final: unscaled or clipped
@@ -252,13 +290,6 @@ class ShardedGradients(FusedOptimizer):
                     f"{tuple(param.shape)}. Is there another sharded optimizer of the same "
                     "parameters? Delete it before."
                 )
-            if any(one is bucket for one, *_ in self._gathers):
-                raise RuntimeError(
-                    f"{self._name}: the forward pass has read an old value of a parameter of shape "
-                    f"{tuple(param.shape)}, outside of the module that it belongs to or in "
-                    "compiled code. Call param_sync() before the forward pass, or leave "
-                    "overlap_param_sync=True out."
-                )
             if not self._syncs and not self._greedy:
                 return
             self._order.follow(param.device)
@@ -275,8 +306,6 @@ class ShardedGradients(FusedOptimizer):
         param = bucket.params[place]
         if param.grad is not None:
             _checks.gradients(self._name, [param.grad])
-        while bucket.grad_buffer is not None and bucket.flat is None:  # it is on its way
-            self._receive()
         bucket.add(place)
         self._present.add(id(param))
         self._measured = None
@@ -340,7 +369,7 @@ class ShardedGradients(FusedOptimizer):
 
 
 def _is_there(sent: Sent) -> bool:
-    return sent.bucket.grad_buffer is None and (sent.work is None or sent.work.is_completed())
+    return sent.work is None or bool(sent.work.is_completed())
 
 
 def listed(params: Any) -> list[Any]:

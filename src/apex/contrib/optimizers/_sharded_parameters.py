@@ -1,21 +1,30 @@
 """Parameters of the sharded optimizers after a step: they are gathered, and their readers wait.
 
 With ``overlap_param_sync`` the gathers go on after ``step``. A hook of all modules' forwards waits
-for the parameters that a module reads. It sees which modules there are, too: until all parameters
-have arrived ``state_dict`` of the modules that have some waits, and copying or pickling them is an
-error. Other readers are not seen; of those in a forward pass the backward pass knows.
+for the parameters that a module reads, and all other readers wait because a parameter has another
+class meanwhile (:mod:`apex.contrib.optimizers._pending`). That class is not seen by TorchScript,
+and it changes what ``torch.compile`` has seen. So the hook waits for all parameters of scripted and
+compiled modules, and ``step`` itself waits for
+
+* parameters of modules whose forward was not called yet: nobody knows who reads them;
+* those of modules that are scripted, or compiled in place (``module.compile()``);
+* all, once a function was compiled that reads one, or a module ran inside of a transform of
+  ``torch.func`` that hides its parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from apex.contrib.optimizers._pending import Gather
 from apex.contrib.optimizers._sharded_gradients import ShardedGradients, Sharding, remove
+from apex.ops.lists.shards import ShardBucket
 
 
 class ShardedParameters(ShardedGradients):
@@ -24,48 +33,75 @@ class ShardedParameters(ShardedGradients):
     def __init__(self, params: Any, defaults: dict[str, Any], options: Sharding) -> None:
         self._called = weakref.WeakSet[torch.nn.Module]()  # modules, and those in them
         self._forward_hook: dict[int, Any] = {}  # of all modules; none or one
-        self._state_hooks: dict[int, Any] = {}  # of ``state_dict``, by the id of a module
-        for hooks in (self._forward_hook, self._state_hooks):
+        self._compile_hook: dict[int, Any] = {}  # of all compilations; none or one
+        self._gather_of: dict[ShardBucket, Gather] = {}
+        self._gathers: list[Gather] = []  # that have not finished
+        self._is_hidden = False  # readers are not seen: step waits
+        self._are_called = False  # all parameters are in modules that were called
+        for hooks in (self._forward_hook, self._compile_hook):
             weakref.finalize(self, remove, hooks)
+        weakref.finalize(self, _finish_or_leave, self._gathers).atexit = False
         super().__init__(params, defaults, options)
 
     def _take_in(self, params: list[torch.Tensor]) -> None:
         super()._take_in(params)
+        self._are_called = False
         if self._options.overlap_param_sync:
             self._watch_forwards()
 
     def _send_params(self) -> None:
-        overlaps = self._options.overlap_param_sync
+        overlaps, group = self._options.overlap_param_sync, self._own and self._own.shards
         for bucket in reversed(self._buckets):  # the first layers first
-            self._gathers.append((bucket, *bucket.gather(self._own and self._own.shards)))
+            if bucket not in self._gather_of:
+                self._gather_of[bucket] = Gather(bucket, self._name, self._lock, self._gathers)
+            self._gather_of[bucket].begin(group)
             if not overlaps and len(self._gathers) >= self._options.pipeline_size:
-                self._finish_gather(0)
-        if not overlaps:
+                self._gathers[0].finish()
+        if overlaps:
+            self._let_readers_wait()
+        else:
             self.param_sync()
-        elif self._gathers:
+
+    def _let_readers_wait(self) -> None:
+        """Go on without the parameters whose readers are seen; wait for the others."""
+        if not self._is_hidden:
+            self._watch_compilations()
+        called = self._read_by_called()
+        for gather in [*self._gathers]:
+            if called.issuperset(map(id, gather.bucket.params)):
+                gather.watch()
+            else:
+                gather.finish()
+        self._look_for_all()
+        if self._gathers or not self._are_called:
             self._watch_forwards()
-            self._watch_state_dicts()
+
+    def _read_by_called(self) -> set[int]:
+        """Ids of the parameters that only Python code of modules that were called reads."""
+        if self._is_hidden:
+            return set()
+        found, hidden = set[int](), set[int]()
+        for module in self._called:
+            found.update(map(id, module._parameters.values()))
+            if _is_scripted(module) or module._compiled_call_impl is not None:
+                hidden.update(map(id, module.parameters()))
+        return found - hidden
 
     def param_sync(self) -> None:
         """Wait until all parameters have the values of the last step, with overlap_param_sync.
 
-        A module's forward does so for its own parameters, and after a forward of a model its
-        ``state_dict`` for all. Call it before anything else reads parameters: an average of
-        ``model.parameters()``, ``torch.nn.functional`` with a weight of another module,
-        ``model.compile()``. If a forward pass has read old ones its backward pass raises.
+        Whatever reads a parameter waits for it by itself, but for what the tensor's Python class
+        does not reach: a compiled extension, a transform of ``torch.func`` that gets a parameter as
+        an argument, a view or ``data_ptr()`` from before the step. Call it before these. If a
+        forward pass has read old values its backward pass raises.
         """
-        self._finish_gathers()
-        remove(self._state_hooks)
-
-    def _finish_gathers(self) -> None:
-        while self._gathers:
-            self._finish_gather(0)
-
-    def _finish_gather(self, number: int) -> None:
-        bucket, work, flat = self._gathers.pop(number)
-        bucket.close(work, flat, self._name)
-        if not self._gathers:
+        _finish(self._gathers)
+        if self._are_called:
             remove(self._forward_hook)
+
+    def _look_for_all(self) -> None:
+        held = {id(p) for module in self._called for p in module._parameters.values()}
+        self._are_called = self._hooks.keys() <= held
 
     def _watch_forwards(self) -> None:
         this = weakref.ref(self)
@@ -76,61 +112,104 @@ class ShardedParameters(ShardedGradients):
                 return
             if module not in optimizer._called:
                 optimizer._called.update(module.modules())
-                held = {id(p) for one in optimizer._called for p in one._parameters.values()}
-                if not optimizer._gathers and optimizer._hooks.keys() <= held:
-                    remove(optimizer._forward_hook)  # before a model is compiled with it
-            if torch.is_grad_enabled():
-                optimizer._need(_read_by(module))
-            else:  # no backward pass will find a reader of old values
-                optimizer.param_sync()
+                optimizer._look_for_all()
+            if optimizer._gathers or _is_transformed():
+                optimizer._need(module)
+            if not optimizer._gathers and optimizer._are_called:
+                remove(optimizer._forward_hook)  # before a model is compiled with it
 
         if not self._forward_hook:
             register = torch.nn.modules.module.register_module_forward_pre_hook
             self._forward_hook[0] = register(before)
 
-    def _watch_state_dicts(self) -> None:
-        hook = _StateDictHook(self)
-        for module in [*self._called]:
-            if any(id(param) in self._places for param in module._parameters.values()):
-                with contextlib.suppress(RuntimeError):  # a ScriptModule takes none
-                    handle = module.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-                    self._state_hooks[id(module)] = handle
+    def _need(self, module: torch.nn.Module) -> None:
+        """Wait for the parameters that a module reads."""
+        params = [p for p in _read_by(module) if p is not None]
+        if _is_transformed() and not self._places.keys() >= {*map(id, params)}:
+            self._is_hidden = True  # some are hidden in a transform's tensors
+            return self.param_sync()
+        wanted = {self._places[id(p)][0] for p in params if id(p) in self._places}
+        return _finish([gather for gather in self._gathers if gather.bucket in wanted])
 
-    def _need(self, params: Iterable[torch.Tensor | None]) -> None:
-        """Wait for some parameters."""
-        wanted = {id(self._places[id(p)][0]) for p in params if id(p) in self._places}
-        for number in reversed(range(len(self._gathers))):
-            if id(self._gathers[number][0]) in wanted:
-                self._finish_gather(number)
-        if not self._gathers:
-            self.param_sync()
-
-
-class _StateDictHook:
-    """Waits for the parameters of an optimizer before ``state_dict`` of a module reads them."""
-
-    def __init__(self, optimizer: ShardedParameters | None) -> None:
-        self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
-
-    def __call__(self, *_: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._finish_gathers()  # the hooks stay: torch is iterating over them
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        optimizer = self._optimizer()
-        if optimizer is not None and optimizer._gathers:
+    def _arrived(self, param: torch.Tensor) -> None:
+        bucket, _ = self._places.get(id(param), (None, 0))
+        if any(gather.bucket is bucket for gather in self._gathers):
             raise RuntimeError(
-                f"{optimizer._name}: a module was copied or pickled while new values of its "
-                "parameters were on their way. With overlap_param_sync=True call param_sync() "
-                "before."
+                f"{self._name}: the forward pass has read an old value of a parameter of shape "
+                f"{tuple(param.shape)}, in a compiled extension or by a view from before the step. "
+                "Call param_sync() before the forward pass, or leave overlap_param_sync=True out."
             )
-        return _StateDictHook, (None,)
+        super()._arrived(param)
+
+    def _watch_compilations(self) -> None:
+        from torch._dynamo.callback import CallbackTrigger, callback_handler  # torch has it already
+
+        this = weakref.ref(self)
+
+        def begins(compilation: Any) -> None:
+            optimizer = this()
+            if optimizer is None or not optimizer._gathers:
+                return
+            optimizer.param_sync()
+            if compilation.callback_trigger is CallbackTrigger.DYNAMO and not _in_compiled_module():
+                optimizer._is_hidden = True  # else it is compiled again after each step
+
+        known = self._compile_hook.get(0)
+        if known is None or known.call not in callback_handler.start_callbacks:  # or reset()
+            callback_handler.register_start_callback(begins)
+            self._compile_hook[0] = _Registered(begins, callback_handler)
+
+
+class _Registered:
+    """A callback of Dynamo's, which can be removed."""
+
+    def __init__(self, call: Any, handler: Any) -> None:
+        self.call, self._handler = call, handler
+
+    def remove(self) -> None:
+        if self.call in self._handler.start_callbacks:
+            self._handler.remove_start_callback(self.call)
+
+
+def _finish(gathers: list[Gather]) -> None:
+    """Finish gathers, which take themselves off the list."""
+    for gather in [*gathers]:
+        gather.finish()
+
+
+def _finish_or_leave(gathers: list[Gather]) -> None:
+    """Finish the gathers of an optimizer that is gone; what failed raises where it is read."""
+    with contextlib.suppress(RuntimeError):
+        _finish(gathers)
+
+
+def _is_scripted(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_transformed() -> bool:
+    """Whether this runs inside of a transform of ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _in_compiled_module() -> bool:
+    """Whether a compiled module is being called, whose parameters have been waited for."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    frame: Any = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and (
+            isinstance(owner, OptimizedModule) or owner._compiled_call_impl is not None
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _read_by(module: torch.nn.Module) -> Iterable[torch.Tensor | None]:
     """Parameters that a module reads itself; its children's too, as MultiheadAttention does."""
-    if hasattr(module, "_orig_mod"):  # torch.compile(model), in which no hooks run
+    if hasattr(module, "_orig_mod") or _is_scripted(module):  # in which no hooks run
         return module.parameters()
     children = module.children() if module._parameters else ()
     return [param for one in (module, *children) for param in one._parameters.values()]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from apex.contrib.optimizers._scaled_moments import narrow, widen
 from apex.contrib.optimizers._sharded import ShardedOptimizer
 from apex.ops.lists.collectives import all_gather, wait
 from apex.ops.lists.shards import Piece, ShardBucket
@@ -78,9 +79,14 @@ class SavedShards(ShardedOptimizer):
         if self._options.store_param_remainders:
             low = state.get("low_bits")
             weight = weight.float() if low is None else join(weight.contiguous(), low)
-        new = functools.partial(torch.zeros_like, weight, dtype=bucket.kinds.state)
-        slots = {slot: state[slot] if slot in state else new() for slot in self.slots}
+        new = functools.partial(torch.zeros_like, weight, dtype=self._saved_dtype(bucket))
+        kept = functools.partial(widen, state) if self._options.with_scaled_states else state.get
+        slots = {slot: kept(slot) if slot in state else new() for slot in self.slots}
         return {"param": weight, **slots}
+
+    def _saved_dtype(self, bucket: ShardBucket) -> torch.dtype:
+        """Of moments in state dicts."""
+        return torch.float32 if self._options.with_scaled_states else bucket.kinds.state
 
     def _own_part(self, bucket: ShardBucket) -> dict[int, dict[str, torch.Tensor]]:
         return {
@@ -96,6 +102,7 @@ class SavedShards(ShardedOptimizer):
         whole: dict[int, dict[str, torch.Tensor]] = {n: {} for n in range(len(bucket.params))}
         is_stored = bucket.main is not None or self._options.store_param_remainders
         dtypes = {"param": wide if is_stored else bucket.params[0].dtype}
+        wide = self._saved_dtype(bucket)
         for slot in ("param", *self.slots):
             flat = torch.zeros(bucket.size, dtype=dtypes.get(slot, wide), device=device)
             own = flat[bucket.own]
@@ -146,6 +153,8 @@ class SavedShards(ShardedOptimizer):
             kept.clear()
             for key, x in parts.items():
                 kept[key] = x.to(weight.device, bucket.kinds.state, copy=True)
+                if self._options.with_scaled_states:
+                    narrow(kept, key, x.to(weight.device, torch.float32))
             if bucket.main is not None:
                 piece.tensor.copy_(weight)
             elif self._options.store_param_remainders:

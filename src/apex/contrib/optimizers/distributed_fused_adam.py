@@ -7,11 +7,13 @@ Source: Rajbhandari et al., arXiv:1910.02054, section 5.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from apex.contrib.optimizers._pending import PendingParameter
 from apex.contrib.optimizers._sharded_gradients import Sharding, listed
 from apex.contrib.optimizers._sharded_state import SavedShards
 from apex.ops.updates.adam import Adam, adam_
@@ -20,9 +22,32 @@ __all__ = ["DistributedFusedAdam"]
 
 _REFUSED = {
     "amsgrad": "leave it out",
-    "with_scaled_states": "use dtype=torch.bfloat16",
     "nccl_ub": "use torch.cuda.MemPool with NCCL's allocator",
 }
+
+
+@torch.no_grad()
+def _multi_tensor_copy(
+    buffers_in: Sequence[torch.Tensor],
+    buffers_out: Sequence[torch.Tensor],
+    dummy_overflow_buf: Any = None,
+) -> None:
+    """Copy tensors to others of as many elements each, of any dtypes; the third has no effect."""
+    pairs = zip(buffers_in, buffers_out, strict=True)
+    some = [(x, out) for x, out in pairs if x.data_ptr() != out.data_ptr() and x.numel()]
+    if some:
+        torch._foreach_copy_([out for _, out in some], [x.view(out.shape) for x, out in some])
+
+
+@contextlib.contextmanager
+def _disable_pre_forward_hook(param: torch.Tensor) -> Iterator[None]:
+    """Read a parameter as it is, in a ``with`` block: old while its new value is on its way."""
+    with (
+        param._gather.unwatched(param)
+        if isinstance(param, PendingParameter)
+        else contextlib.nullcontext()
+    ):
+        yield
 
 
 class DistributedFusedAdam(SavedShards):
@@ -38,7 +63,7 @@ class DistributedFusedAdam(SavedShards):
     Args:
         params: Parameters or groups, on one device; rank 0 sends their values at construction.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        dtype: Of the state: moments and stored parameters.
+        dtype: Of the state: moments and stored parameters. If it rounds them, a warning says so.
         grad_sync_dtype: In which gradients are summed; by default ``dtype``.
         param_sync_dtype: In which parameters are gathered; by default their own. With an integer
             type their bytes are sent.
@@ -49,8 +74,7 @@ class DistributedFusedAdam(SavedShards):
         average_grad_sync: Whether gradients are averaged over ranks, or summed.
         overlap_grad_sync: Whether gradients are sent during the backward pass.
         overlap_param_sync: Whether parameters are gathered during the next forward pass: a module
-            waits for its own, and the model's ``state_dict()`` for all. Call ``param_sync()``
-            before anything else reads them.
+            waits for its own, and whatever else reads one for that; see :meth:`param_sync`.
         bucket_cap_mb: MiB of gradients from which on a bucket is full.
         pipeline_size: Of how many buckets parameters are gathered at once.
         contiguous_param_buffer: Whether the parameters of a bucket are views of one buffer.
@@ -60,7 +84,8 @@ class DistributedFusedAdam(SavedShards):
             stepped, which loses what their dtype rounds away.
         store_param_remainders: Of bfloat16 parameters keep only the 16 low bits of float32 ones;
             needs ``store_params=False``.
-        with_scaled_states: Not supported.
+        with_scaled_states: Keep the moments of each fragment in float16 with a scale; needs
+            ``dtype=torch.float16``.
         nccl_ub: Not supported.
         capturable: Keep ``lr`` and ``step`` on the device.
 
@@ -206,7 +231,8 @@ class DistributedFusedAdam(SavedShards):
         """The memory for the gradient of a parameter, of its shape.
 
         A program may add gradients to it by itself until the backward pass ends. The parameter then
-        counts as one that has a gradient in every step.
+        counts as one that has a gradient in every step. Run all passes of a step but the last under
+        :meth:`no_sync`: the buffer is sent as soon as it is full.
 
         Raises:
             RuntimeError: ``contiguous_grad_buffer`` was not set.

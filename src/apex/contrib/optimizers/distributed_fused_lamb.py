@@ -149,6 +149,14 @@ class DistributedFusedLAMB(SavedShards):
 
     # -- the original's calls ----------------------------------------------------------------------
 
+    def _lazy_init_stage1(self) -> None:
+        """Make buckets now instead of in the first backward pass; all ranks call it."""
+        self._prepare_buckets()
+
+    def _lazy_init_stage2(self) -> None:
+        """Kept from the original: there is nothing left to be made after the first stage."""
+        self._prepare_buckets()
+
     def set_global_scale(self, global_scale: float | torch.Tensor) -> None:
         """Set what losses are multiplied by; ``step`` divides gradients by it.
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import check_shape, check_tensors
-from apex.ops._dtypes import wide
-from apex.ops._op import op
+from apex.ops import _runtime
+from apex.ops._check import FLOATS, check_shape, check_tensors
+from apex.ops._dtypes import WIDE, alike, wide
+from apex.ops._op import UNSURE, op
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -32,6 +33,17 @@ OP = op(
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Check the arguments, bring them to one dtype and compute."""
+    implementation = OP.choose(gate)
+    if (
+        implementation is not UNSURE
+        and type(up) in _runtime.PLAIN
+        and up.shape == gate.shape
+        and alike(gate, up)
+        and gate.dtype in FLOATS
+    ):
+        if implementation is not None:
+            return OP.compute(gate, up, implementation)
+        return F.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
     tensors = {"gate": gate, "up": up}
     check_tensors("swiglu", tensors, floating=tensors, required=tensors)
     if up.shape != gate.shape:

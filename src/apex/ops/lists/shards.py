@@ -135,9 +135,9 @@ class ShardBucket:
         self.filled: set[int] = set()
         self.arrivals = [0] * len(self.params)
         self.rounds = 0
-        self.flat = self.grad_buffer
-        if self.flat is not None:
-            self.flat.zero_()
+        self.flat = None
+        if self.grad_buffer is not None:
+            self._use(self.grad_buffer.zero_())
         self.expect()
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -150,13 +150,19 @@ class ShardBucket:
             if param.requires_grad and count <= self.rounds
         }
 
+    def _use(self, flat: torch.Tensor) -> None:
+        self.flat, self._grad_views = flat, self.views(flat)
+
     def add(self, place: int) -> None:
-        """Take over the gradient of a parameter; nothing if that is in the buffer already."""
+        """Take over the gradient of a parameter; nothing if that is in the buffer already.
+
+        While the persistent buffer is on its way other memory is used: to wait for it in a backward
+        pass would be to wait for ranks that may be in another collective, which waits for this one.
+        """
         param = self.params[place]
         grad, param.grad = param.grad, None
         if self.flat is None:
-            self.flat = param.new_zeros(self.size, dtype=self.kinds.grad)
-            self._grad_views = self.views(self.flat)
+            self._use(param.new_zeros(self.size, dtype=self.kinds.grad))
         view = self._grad_views[place]
         if grad is not None and grad.data_ptr() != view.data_ptr():
             if place in self.filled or place in self.viewed:
@@ -174,9 +180,8 @@ class ShardBucket:
     def keep_grads(self) -> None:
         """Make the buffer of gradients persistent."""
         if self.grad_buffer is None:
-            flat = self.params[0].new_zeros(self.size, dtype=self.kinds.grad)
-            self._grad_views = self.views(flat)
-            self.flat = self.grad_buffer = flat
+            self.grad_buffer = self.params[0].new_zeros(self.size, dtype=self.kinds.grad)
+            self._use(self.grad_buffer)
 
     def send(self, group: Any, scale: float) -> Sent:
         """Begin to sum the gradients over ranks; zeros for those that did not arrive."""
@@ -199,8 +204,10 @@ class ShardBucket:
             work = torch.distributed.all_reduce(sent.shard, group=copies, async_op=True)
             wait(work, user, sent.shard)
         self.sums = sent.shard if self.sums is None else self.sums.add_(sent.shard)
-        if self.grad_buffer is not None and self.flat is None:
-            self.flat = self.grad_buffer.zero_()
+        if self.grad_buffer is sent.flat:
+            self.grad_buffer.zero_()
+            if self.flat is None:
+                self._use(self.grad_buffer)
 
     def grad_of(self, piece: Piece) -> torch.Tensor:
         """The reduced gradient of a fragment."""
@@ -234,7 +241,7 @@ class ShardBucket:
         """
         if self.main is None:
             if self.buffer is None:
-                self.stepped = self.params[0].new_zeros(self.shard_size, dtype=self.kinds.param)
+                self.stepped = self.params[0].new_zeros(self.shard_size)
             else:
                 self.stepped = self.buffer[self.own]
         for piece in self.pieces:
