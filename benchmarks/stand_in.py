@@ -6,7 +6,6 @@ CPU's; their addresses are passed as if they were the device's, and nothing read
 """
 
 import atexit
-import contextlib
 import ctypes
 import os
 import pathlib
@@ -15,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
 from typing import Any
 
 SOURCE = pathlib.Path(__file__).with_name("libcuda.c")
@@ -96,16 +94,3 @@ def _current_device() -> int:
     """As ``torch.cuda.current_device``: two frames and a call of C."""
     _lazy_init()
     return abs(0)
-
-
-@contextlib.contextmanager
-def cuda_guard() -> Any:
-    """Have ``torch.cuda.device`` cost what it does on a GPU: entering and leaving in C."""
-    import torch
-
-    before = torch.cuda._maybe_exchange_device, torch.cuda._exchange_device
-    torch.cuda._maybe_exchange_device = torch.cuda._exchange_device = abs  # type: ignore[assignment]
-    try:
-        yield types.SimpleNamespace(replaced=before)
-    finally:
-        torch.cuda._maybe_exchange_device, torch.cuda._exchange_device = before

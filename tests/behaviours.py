@@ -259,7 +259,7 @@ OPTIMIZERS = [
         plant="Merge groups that differ in eps alone into one launch.",
         test="tests/optimizers/test_random_programs.py::test_random_programs_equal_torchs"
         "[CPU-Adagrad]",
-        file="src/apex/optimizers/_launches.py",
+        file="src/apex/optimizers/_columns.py",
         old="map(group.get, numbers)",
         new='map(group.get, [n for n in numbers if n != "eps"])',
     ),
