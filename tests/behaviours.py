@@ -151,7 +151,7 @@ AMP = [
         plant="Ignore writes to a weight that has a master.",
         test="tests/amp/gradients/test_written_masters.py::test_weights_that_were_given_other_memory_are_taken_over"
         "[O2]",
-        file="src/apex/amp/gradients/pairs.py",
+        file="src/apex/amp/gradients/parameters.py",
         old="master.take_over(weight, both=is_written)",
         new="pass",
     ),
@@ -203,8 +203,8 @@ AMP = [
         plant="Convert batchnorm layers that are not affine.",
         test="tests/amp/initialize/test_modules.py::test_which_weights_are_cast[O2-None]",
         file="src/apex/amp/casting/models.py",
-        old="if keep_batchnorm and isinstance(module, _BatchNorm):",
-        new="if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:",
+        old="(keep_batchnorm and isinstance(module, _BatchNorm))",
+        new="(keep_batchnorm and isinstance(module, _BatchNorm) and module.affine)",
     ),
     Behaviour(
         "amp",
@@ -271,9 +271,9 @@ OPTIMIZERS = [
         test="tests/optimizers/test_every_optimizer.py::test_a_skipped_step_changes_nothing"
         "[None-FusedAdam, L2]",
         file="src/apex/optimizers/_base.py",
-        old="            if noop.item():\n                return\n",
-        new="            if noop.item():\n                if self._counts_steps:\n"
-        "                    count_steps(self._counted_groups(), None)\n                return\n",
+        old="        if is_skipped:\n            return\n",
+        new="        if is_skipped:\n            if self._counts_steps:\n"
+        "                count_steps(self._counted_groups(), None)\n            return\n",
     ),
     Behaviour(
         "optimizers",
@@ -356,9 +356,9 @@ OPTIMIZERS = [
         plant="Keep the low bits of the former weight.",
         test="tests/optimizers/test_written_weights.py::test_a_written_weight_is_stepped_as_it_was_written"
         "[<lambda>-reference-prune-low_bits]",
-        file="src/apex/optimizers/_state.py",
-        old="                column.zero_()\n",
-        new="                pass\n",
+        file="src/apex/optimizers/_columns.py",
+        old="            column.zero_()\n",
+        new="            pass\n",
     ),
     Behaviour(
         "optimizers",
@@ -368,7 +368,7 @@ OPTIMIZERS = [
         test="tests/optimizers/test_every_optimizer.py::test_resuming_is_bit_exact"
         "[dtype0-FusedAdam]",
         file="src/apex/optimizers/_checkpoint.py",
-        old="dtype = value.dtype if keeps else self._slot_dtype(key, param)",
+        old="dtype = value.dtype if keeps else optimizer._slot_dtype(key, param)",
         new="dtype = value.dtype if keeps else param.dtype",
     ),
     Behaviour(
@@ -378,7 +378,7 @@ OPTIMIZERS = [
         plant="Widen the float32 number as it is: 0.001 becomes 0.0010000000475.",
         test="tests/optimizers/test_formulas.py::test_formula"
         "[FusedAdam, capturable-torch.float64-{}-None]",
-        file="src/apex/optimizers/_base.py",
+        file="src/apex/optimizers/_launches.py",
         old="for digits in (6, 7, 8):",
         new="for digits in ():",
     ),

@@ -1,12 +1,14 @@
 """What stands for a CUDA graph on a CPU: calls of aten, recorded and replayed into their memory.
 
-A replay calls each function with the tensors of the capture and puts the results where those of the
-capture are, so that it sees what was written in place meanwhile, and nothing that was replaced. No
-Python code of the program runs again. What makes the host wait is refused, as CUDA does. Other than
-CUDA the capture computes, too: it is the first replay.
+A replay calls each function, and each kernel of Triton's interpreter, with the memory of the
+capture and puts the results where those of the capture are. So it sees what was written in place
+meanwhile, and nothing that was replaced. No Python code of the program runs again, and no version
+of a tensor of the program changes. What makes the host wait is refused, as CUDA does. Other than
+CUDA the capture computes, too: it is the first replay. One that has failed is taken back.
 """
 
 import contextlib
+from functools import partial
 from unittest import mock
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from apex.amp import scaler
 from apex.amp.gradients import overflow
+from apex.amp.graphs import device
 from apex.ops import _runtime
 
 aten = torch.ops.aten
@@ -43,20 +46,57 @@ class RecordedGraph(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls, self.before = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func in READS:
             raise HostRead(f"{func} waits for the device")
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, *tree_map(_memory, (args, kwargs or {}, out))))
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[number] if number < len(args) else kwargs.get(argument.name)
+                written = [x.data for x in tree_flatten(given)[0] if isinstance(x, torch.Tensor)]
+                self.before += [(tensor, tensor.clone()) for tensor in written]
+        out = func(*args, **kwargs)
+        self.calls.append((func, *tree_map(_memory, (args, kwargs, out))))
         return out
 
     @contextlib.contextmanager
     def capture(self):
         """Record what is called in the block; apex is told that a graph is being captured."""
-        with mock.patch.object(_runtime, "capturing", return_value=True), self:
-            yield self
+        from triton.runtime.interpreter import GridExecutor
+
+        random, launch = torch.get_rng_state(), GridExecutor.__call__
+
+        def recorded(kernel, *args, **kwargs):
+            self.calls.append((partial(launch, kernel), *tree_map(_memory, (args, kwargs)), None))
+            return launch(kernel, *args, **kwargs)
+
+        def refused(tensor, *args, **kwargs):
+            raise HostRead("the device is waited for")
+
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in [
+                (_runtime, "capturing", lambda: True),
+                (GridExecutor, "__call__", recorded),
+                (torch.Tensor, "tolist", refused),
+                (torch.Tensor, "numpy", refused),
+            ]:
+                stack.enter_context(mock.patch.object(owner, name, value))
+            try:
+                with self:
+                    yield self
+            except BaseException:
+                self.take_back()
+                torch.set_rng_state(random)
+                raise
+
+    @torch.no_grad()
+    def take_back(self):
+        """Write what was there before the capture; what kernels have written stays."""
+        for tensor, value in reversed(self.before):
+            tensor.copy_(value)
+        self.before.clear()
 
     @torch.no_grad()
     @torch.autocast("cpu", enabled=False)  # what was recorded is below it
@@ -69,8 +109,39 @@ class RecordedGraph(TorchDispatchMode):
 
 
 def _memory(value):
-    """The memory of a tensor as it is now, which ``param.data = other`` does not move."""
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    """The memory of a tensor as it is now; ``param.data = other`` does not move it.
+
+    Writes to it change no version of the tensor.
+    """
+    return value.data if isinstance(value, torch.Tensor) else value
+
+
+class RecordedDeviceGraph(device.DeviceGraph):
+    """Stands for ``DeviceGraph`` of amp.capture."""
+
+    def __init__(self, its_device):
+        self.device, self.graph = its_device, None
+
+    def on_its_stream(self):
+        return contextlib.nullcontext()
+
+    def capture(self, work, generators):
+        graph = RecordedGraph()
+        with graph.capture():
+            found = work()
+        self.graph, self.is_first = graph, True
+        return found
+
+    def replay(self):
+        if not self.is_first:  # else the capture was
+            self.graph.replay()
+        self.is_first = False
+
+    def release(self):
+        self.graph = None
+
+    def pool_size(self):
+        return 2**20
 
 
 class NeverRead:
@@ -91,6 +162,8 @@ def like_a_gpu():
             (overflow, "runs_behind", lambda device: True),
             (overflow, "AsyncCopy", NeverRead),
             (_runtime, "waits", lambda device: True),
+            (device, "has_graphs", lambda device: True),
+            (device, "DeviceGraph", RecordedDeviceGraph),
         ]:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_runtime.use("reference"))  # no paths of the CPU, where reads are free

@@ -33,8 +33,9 @@ ALLOWED = {  # package -> other packages it may import
     "ops": {"kernels"},
     "amp": {"debug", "ops"},  # initialize(debug=True), imported where it is asked for
     "debug": {"ops"},
-    "fp16_utils": {"amp", "ops"},
-    "cli": {"amp", "debug", "info"},  # and the modules of commands, named in a table of strings
+    "fp16_utils": {"amp", "multi_tensor_apply", "ops"},  # an attribute, as for optimizers below
+    # The tasks of bench; and the modules of commands, named in a table of strings.
+    "cli": {"amp", "bench", "debug", "info"},
     "info": {"amp", "cli", "ops", "selftest"},
     "selftest": {"amp", "cli", "info", "ops", *ABOVE_OPS},
     "bench": {"amp", "cli", "fp16_utils", "info", "kernels", "ops", "selftest", *ABOVE_OPS},
@@ -127,11 +128,11 @@ def test_moved_modules_are_found_under_both_paths(known, now):
 
 
 def test_nothing_imports_the_command_line_but_its_own_entry():
-    """And nothing at all imports the report: its commands are strings, imported when chosen."""
+    """And only `apex what-if` imports the report, for its tasks: commands are strings."""
     commands = {"cli", "info", "selftest", "bench"}
     for file in files():
         found = set(_packages_imported_by(file)) - {_top(file)}
-        assert "bench" not in found, file
+        assert "bench" not in found or file.name == "what_if.py", file
         if _top(file) not in commands and file.relative_to(SRC).as_posix() != "__main__.py":
             assert not found & commands, file
 

@@ -14,7 +14,7 @@ from tests.test_dev import ROOT, SCRIPT
 tools = pytest.importorskip("tools.gpu.__main__", reason="not in a checkout")
 
 from tests.waits import no_waits  # noqa: E402  after the check that there are tools
-from tools.gpu import checking, part, stand_ins, times  # noqa: E402
+from tools.gpu import checking, part, stand_ins, thresholds, times  # noqa: E402
 from tools.gpu.rows import NOT_DRY, RIGHT, UNSTEADY, WRONG, Rows  # noqa: E402
 
 HANGS = """
@@ -185,7 +185,7 @@ def test_a_part_gets_its_limit_or_what_all_have_left(left, limit, tmp_path, monk
     monkeypatch.setattr(tools.time, "monotonic", lambda: 100.0)
     tools.run_part(tools.Part(["x"], 60.0), tmp_path / "part.json", False, 100.0 + left)
     assert given == [limit]
-    assert tools.LIMITS == {"checks": 330.0, "times": 200.0}
+    assert tools.LIMITS == {"checks": 330.0, "times": 200.0, "thresholds": 120.0}
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -304,3 +304,19 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path):
     assert done.returncode == 2
     assert "sees no GPU; ./dev gpu --dry runs every part on a CPU" in done.stderr
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_threshold_is_where_ours_is_never_slower_from_there_on():
+    sizes = [1, 2, 4, 8]
+    assert thresholds.crossing(sizes, [9, 9, 1, 1], [2, 2, 2, 2]) == 4
+    assert thresholds.crossing(sizes, [9, 1, 9, 1], [2, 2, 2, 2]) == 8  # not from 2 on
+    assert thresholds.crossing(sizes, [1, 1, 1, 2], [2, 2, 2, 2]) == 1
+    assert thresholds.crossing(sizes, [9, 9, 9, 9], [2, 2, 2, 2]) == 16  # beyond what was measured
+
+
+def test_a_measured_row_has_what_the_table_of_thresholds_needs():
+    row = thresholds.row({"gpu": 64, "wall": 32}, "a card", "3.7.1")
+    assert row["gpu"] == row["wall"] == 64  # wall is never below: the kernel would be slower
+    assert row["derived"] is None
+    assert row.keys() == next(iter(thresholds.load_table().values())).keys()
+    assert thresholds.timed_operations().keys() == thresholds.load_table().keys()

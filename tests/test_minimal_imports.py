@@ -74,7 +74,9 @@ from apex.cli.command_line import main
 from apex.info import speeds
 speeds.SIZES, speeds.SECONDS = {{"cpu": (8, 1)}}, 0
 more = {{"bench plot": ["a"], "info": ["--json"], "debug": ["a"], "debug repro": ["a"]}}
+more["what-if"] = ["a"]
 more["selftest"] = ["--only", "rms norm, fp32, forward", "--json", {str(tmp_path / "f.json")!r}]
+more["selftest"] += ["--processes", "0"]  # another process would not be minimal
 for name in {commands}:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -128,6 +128,15 @@ def test_what_an_extra_brings_is_one_line(python):
     assert errors.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_the_self_test_starts_processes_where_numpy_is_missing(python, tmp_path):
+    """It takes 4 s: the command and its process import torch, which warns without the filter."""
+    words = ["--only", "rms norm, bf16, forward", "--json", tmp_path / "f.json"]
+    code, out, errors = _run(python.parent / "apex", "selftest", *words)
+    assert (code, "Warning" in errors) == (0, False), errors
+    assert "2 checks in" in out
+
+
 def test_ctrl_c_during_the_imports_is_one_line(capsys, monkeypatch):
     import _apex_command
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -23,6 +24,7 @@ except ModuleNotFoundError as error:
 
 RATES = {"FusedAdam": 1e-3, "FusedLAMB": 4e-3}  # for random weights
 PRETRAINED_RATE = 5e-5
+Tokens = dict[str, torch.Tensor]
 NOT_COMPARED = {"save", "save_every", "resume", "opt_level"}  # may be others when a run goes on
 
 
@@ -39,6 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=32, help="paragraphs of a step")
     add("--accumulate", type=int, default=1, metavar="N", help="passes that a step is cut into")
     add("--length", type=int, default=64, help="tokens after which a paragraph is cut off")
+    add("--graph", action="store_true", help="replay steps as a CUDA graph; pads to --length")
     add("--limit", type=int, metavar="N", help="train on so many paragraphs only")
     add("--seed", type=int, default=0, help="of weights, order and dropout")
     add("--model", metavar="NAME_OR_DIR", help="pretrained weights and tokenizer, local ones")
@@ -93,6 +96,11 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     step: int = 0  # steps done
     loss: float | torch.Tensor = 0.0  # sum over the steps of this epoch
+
+    def __post_init__(self) -> None:
+        """Make the step, with ``--graph`` one that is replayed."""
+        step = functools.partial(step_on, self)
+        self.step_on = amp.capture(step) if self.args.graph else step
 
     @property
     def parts(self) -> dict[str, object]:
@@ -167,6 +175,11 @@ def prepare(args: argparse.Namespace) -> Run:
     return run
 
 
+def attention(args: argparse.Namespace) -> str:
+    """Choose how transformers computes attention: "sdpa" reads on the host whether it is masked."""
+    return "eager" if args.graph else "sdpa"
+
+
 def random_model(
     args: argparse.Namespace, texts: list[str]
 ) -> tuple[transformers.PreTrainedTokenizerBase, torch.nn.Module]:
@@ -183,6 +196,7 @@ def random_model(
         initializer_range=0.02 * (768 / args.hidden) ** 0.5,  # 0.02 is BERT's, whose size is 768
         max_position_embeddings=args.length,
         num_labels=len(data.CLASSES),
+        attn_implementation=attention(args),
     )
     return tokenizer, transformers.BertForSequenceClassification(config)
 
@@ -194,6 +208,7 @@ def pretrained(
     transformers.logging.set_verbosity_error()  # it warns that the classifier is a new one
     words = {"local_files_only": True}
     head = {"num_labels": len(data.CLASSES), "ignore_mismatched_sizes": True}
+    head["attn_implementation"] = attention(args)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, **words)
         model = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -210,35 +225,43 @@ def pretrained(
     return tokenizer, model.float()
 
 
-def scores(run: Run, part: data.Texts, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the logits of some paragraphs; return their labels too."""
+def encode(run: Run, part: data.Texts, indices: list[int]) -> tuple[Tokens, torch.Tensor]:
+    """Turn some paragraphs into tokens; return their labels too."""
     tokens = run.tokenizer(
         [part.texts[index] for index in indices],
         truncation=True,
         max_length=run.args.length,
-        padding=True,
+        padding="max_length" if run.args.graph else True,
         return_tensors="pt",
     ).to(run.model.device)
     labels = torch.tensor([part.labels[index] for index in indices], device=run.model.device)
-    return run.model(**tokens).logits, labels
+    return dict(tokens), labels
 
 
-def train_step(run: Run, indices: torch.Tensor) -> None:
-    """Take one step on a batch, in ``--accumulate`` passes whose gradients add up."""
-    args, optimizer = run.args, run.optimizer
-    # Dropout follows from these alone, so a checkpoint needs no state of random generators.
-    torch.manual_seed(args.seed * 10**6 + run.step)
-    run.model.train()
+def step_on(run: Run, passes: list[tuple[Tokens, torch.Tensor]]) -> torch.Tensor:
+    """Take one step on a batch that is cut into passes, whose gradients add up."""
+    args, optimizer, total = run.args, run.optimizer, 0.0
     optimizer.zero_grad()
-    for some in indices.chunk(args.accumulate):
-        logits, labels = scores(run, run.train, some.tolist())
-        loss = F.cross_entropy(logits, labels, reduction="sum") / len(indices)
+    count = sum(len(labels) for _, labels in passes)
+    for tokens, labels in passes:
+        loss = F.cross_entropy(run.model(**tokens).logits, labels, reduction="sum") / count
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        run.loss = run.loss + loss.detach()  # read at the end: on a GPU .item() would wait
+        total = total + loss.detach()
     if args.clip:
         amp.clip_grad_norm_(optimizer, args.clip)
     optimizer.step()
+    return total
+
+
+def train_step(run: Run, indices: torch.Tensor) -> None:
+    """Take one step on a batch, in ``--accumulate`` passes."""
+    # Dropout follows from these alone, so a checkpoint needs no state of random generators.
+    torch.manual_seed(run.args.seed * 10**6 + run.step)
+    run.model.train()
+    chunks = indices.chunk(run.args.accumulate)
+    loss = run.step_on([encode(run, run.train, some.tolist()) for some in chunks])
+    run.loss = run.loss + loss  # read at the end: on a GPU .item() would wait
     run.scheduler.step()
     run.step += 1
 
@@ -249,8 +272,8 @@ def evaluate(run: Run) -> float:
     run.model.eval()
     right = 0
     for some in torch.arange(len(run.test.texts)).split(128):
-        logits, labels = scores(run, run.test, some.tolist())
-        right += (logits.argmax(dim=1) == labels).sum().item()
+        tokens, labels = encode(run, run.test, some.tolist())
+        right += (run.model(**tokens).logits.argmax(dim=1) == labels).sum().item()
     return right / len(run.test.texts)
 
 

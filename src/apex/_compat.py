@@ -36,11 +36,12 @@ REDUCE_SCATTER = "reduce_scatter_single" if IS_2_13 else "reduce_scatter_tensor"
 ALL_GATHER = "all_gather_single" if IS_2_13 else "all_gather_into_tensor"
 
 
-def is_compiling() -> bool:
-    """``torch.compiler.is_compiling()`` of 2.13: in 2.9 it is False while AOTAutograd traces."""
-    if torch.compiler.is_compiling():
-        return True
-    return not IS_2_13 and torch._guards.TracingContext.try_get() is not None
+def _is_compiling() -> bool:
+    """Before 2.13 ``torch.compiler.is_compiling()`` is False while AOTAutograd traces."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+is_compiling = torch.compiler.is_compiling if IS_2_13 else _is_compiling
 
 
 def add_wide_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -47,19 +47,9 @@ OUT_OF_SCOPE = {
     "apex.amp.wrap": "torch.autocast",
     "apex.contrib.bottleneck.halo_exchangers": "torch.distributed.batch_isend_irecv",
     "apex.contrib.gpu_direct_storage": "torch.cuda.gds",
-    # modules of 2020 with the autograd functions inside of the two layers
-    f"{_MHA}.encdec_multihead_attn_func": f"{_MHA}.EncdecMultiheadAttn",
-    f"{_MHA}.fast_encdec_multihead_attn_func": f"{_MHA}.EncdecMultiheadAttn",
-    f"{_MHA}.fast_encdec_multihead_attn_norm_add_func": f"{_MHA}.EncdecMultiheadAttn",
-    f"{_MHA}.fast_self_multihead_attn_func": f"{_MHA}.SelfMultiheadAttn",
-    f"{_MHA}.fast_self_multihead_attn_norm_add_func": f"{_MHA}.SelfMultiheadAttn",
-    f"{_MHA}.self_multihead_attn_func": f"{_MHA}.SelfMultiheadAttn",
-    "apex.contrib.nccl_allocator": "torch.cuda.MemPool and torch.cuda.use_mem_pool",
     # earlier versions, of 2019 and 2020
     "apex.contrib.optimizers.distributed_fused_adam_v2": _SHARDED_ADAM,
     "apex.contrib.optimizers.distributed_fused_adam_v3": _SHARDED_ADAM,
-    "apex.contrib.openfold_triton": "torch.nn.functional.scaled_dot_product_attention and "
-    "torch.compile",
     "apex.contrib.peer_memory": "torch.distributed.batch_isend_irecv",
     "apex.contrib.sparsity.permutation_lib": _PERMUTATION,
     "apex.contrib.sparsity.permutation_search_kernels": _PERMUTATION,

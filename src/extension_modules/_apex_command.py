@@ -5,11 +5,13 @@ import warnings
 
 __all__ = ["main"]
 
+# torch's own, in an environment without NumPy, whatever the command. Here and not in a function:
+# processes that a command starts import the script again.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+
 
 def main() -> int:
     """Run the command line; Ctrl-C during the imports is one line, too."""
-    # torch's own, in an environment without NumPy, whatever the command
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         from apex.cli.command_line import main as command_line
     except KeyboardInterrupt:

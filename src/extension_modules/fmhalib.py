@@ -4,6 +4,8 @@ A module of compiled Apex. Arguments are positional only; any device and floatin
 ``(total, 3, heads, head_dim)``, ``cu_seqlens`` ``(sequences + 1,)``, and the probabilities
 ``(sequences, heads, max_seq_len, max_seq_len)``, whose sign bit is set where dropout dropped one.
 All is computed in float32 (float64 for float64). ``apex.contrib.fmha`` needs less memory.
+
+Programs of 2020 leave out ``is_nl`` and ``zero_tensors``, and call ``fwd_nl`` for few sequences.
 """
 
 import itertools
@@ -14,7 +16,7 @@ from apex.contrib.fmha.fmha import lengths_of
 from apex.ops._check import check_shape
 from apex.ops._dtypes import wide
 
-__all__ = ["bwd", "bwd_nl", "fwd"]
+__all__ = ["bwd", "bwd_nl", "fwd", "fwd_nl"]
 
 Tensor = torch.Tensor
 
@@ -31,13 +33,15 @@ def _heads(x: Tensor) -> Tensor:
 @torch.no_grad()
 def fwd(
     qkv: Tensor, cu_seqlens: Tensor, p_dropout: float, max_seq_len: int, is_training: bool,
-    is_nl: bool, zero_tensors: bool, gen_: torch.Generator | None, /,
+    is_nl: bool | torch.Generator | None, zero_tensors: bool = False,
+    gen_: torch.Generator | None = None, /,
 ) -> list[Tensor]:  # fmt: skip
     """Compute ``[output (total, heads, head_dim), probabilities]``.
 
-    ``gen_`` is the generator of dropout, or None. ``is_nl``, which was for few sequences, and
-    ``zero_tensors`` have no effect: what belongs to no sequence is 0.
+    ``gen_`` is the generator of dropout, or None; of six arguments it is the last. ``is_nl``, which
+    was for few sequences, and ``zero_tensors`` have no effect: what belongs to no sequence is 0.
     """
+    gen_ = is_nl if isinstance(is_nl, torch.Generator) else gen_
     sequences = _sequences("fwd", qkv, cu_seqlens, p_dropout, max_seq_len)
     p, (heads, size) = p_dropout if is_training else 0.0, qkv.shape[2:]
     y = torch.zeros_like(qkv[:, 0])
@@ -52,17 +56,28 @@ def fwd(
     return [y, kept]
 
 
+def fwd_nl(
+    qkv: Tensor, cu_seqlens: Tensor, p_dropout: float, max_seq_len: int, is_training: bool,
+    gen_: torch.Generator | None, /,
+) -> list[Tensor]:  # fmt: skip
+    """As :func:`fwd`."""
+    return fwd(qkv, cu_seqlens, p_dropout, max_seq_len, is_training, gen_)
+
+
 @torch.no_grad()
 def bwd(
     dout: Tensor, qkv: Tensor, softmax: Tensor, cu_seqlens: Tensor, p_dropout: float,
-    max_seq_len: int, zero_tensors: bool, /,
+    max_seq_len: int, zero_tensors: bool = False, /,
 ) -> list[Tensor]:  # fmt: skip
     """Compute the gradients of ``[qkv, scores]``, the latter of the shape of ``softmax``.
 
     ``softmax`` is what :func:`fwd` returned, and ``p_dropout`` 0 if that was not in training.
+    ``dout`` is ``(total, heads, head_dim)``, or ``(sequences, max_seq_len, heads, head_dim)`` if
+    all sequences have that length.
     """
     sequences = _sequences("bwd", qkv, cu_seqlens, p_dropout, max_seq_len)
     (total, _, heads, size), reason = qkv.shape, f"qkv {list(qkv.shape)}"
+    dout = dout.flatten(0, 1) if dout.dim() == 4 else dout
     check_shape("fmhalib.bwd", "dout", dout, (total, heads, size), reason)
     shape = (len(sequences), heads, max_seq_len, max_seq_len)
     check_shape("fmhalib.bwd", "softmax", softmax, shape, f"{reason}, {shape[0]} sequences")
@@ -81,7 +96,7 @@ def bwd(
 
 def bwd_nl(
     dout: Tensor, qkv: Tensor, softmax: Tensor, cu_seqlens: Tensor, p_dropout: float,
-    max_seq_len: int, zero_tensors: bool, /,
+    max_seq_len: int, zero_tensors: bool = False, /,
 ) -> list[Tensor]:  # fmt: skip
     """As :func:`bwd`, and the gradients of keys and values, ``(total, 1, 2, heads, head_dim)``."""
     found = bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors)

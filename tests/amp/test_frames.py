@@ -1,8 +1,9 @@
-"""How many Python calls amp adds to a training step.
+"""How many Python calls amp adds to a training step, and in how many files a reader finds them.
 
 Two linear layers are so small that nearly all of a step is Python. A count does not depend on the
 machine, so a budget for it can be a test. ``python -m tests.amp.test_frames O2 [--fused]`` prints
-every call that a level adds.
+every call that a level adds, and ``python -m tests.amp.test_frames`` for each level what is counted
+below of apex's own files.
 """
 
 import collections
@@ -14,22 +15,23 @@ import torch
 
 from apex import _compat, amp
 from apex.optimizers import FusedAdam
+from tests.trees import SRC
 
 # Python 3.10 and 3.11 give comprehensions a frame, 3.12 and later do not.
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 WARM_UP = 5  # the first steps make state, fill caches and skip at the initial loss scale
 
 
-def make_step(level, optimizer_class):
-    """A training step; without amp where ``level`` is ``None``."""
+def make_step(level, optimizer_class, *layers):
+    """A training step; without amp where ``level`` is ``None``. ``layers`` are after the first."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), *layers, torch.nn.Linear(8, 2))
     optimizer = optimizer_class(model.parameters(), lr=1e-3)
     if level is not None:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = torch.randn(4, 8)
 
-    def step():
+    def step(take=lambda step: step()):
         optimizer.zero_grad()
         loss = model(x).float().square().mean()
         if level is None:
@@ -37,7 +39,7 @@ def make_step(level, optimizer_class):
         else:
             with amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
-        optimizer.step()
+        take(optimizer.step)
 
     return step
 
@@ -95,8 +97,8 @@ def table(frames, rows=None):
     ("level", "optimizer_class", "budget"),
     [
         ("O0", torch.optim.SGD, 70),
-        ("O1", torch.optim.SGD, 210),
-        ("O2", torch.optim.SGD, 210),
+        ("O1", torch.optim.SGD, 120),
+        ("O2", torch.optim.SGD, 135),
         ("O4", torch.optim.SGD, 130),
         ("O5", torch.optim.SGD, 200),
         ("O2", FusedAdam, 250),
@@ -128,7 +130,85 @@ def test_frames_are_counted_with_those_of_nested_calls_and_without_comprehension
     ]
 
 
+# -- the corridor: frames of apex's own files ------------------------------------------------------
+
+
+class Corridor:
+    """What a step with torch's LayerNorm and AdamW calls.
+
+    Attributes:
+        calls: Files under ``src/apex`` with the functions in them that were called, in order. Names
+            with a ``<`` are left out: comprehensions, generators and lambdas.
+        in_step: Those of ``optimizer.step()``.
+        python: How many calls of Python functions there were, of torch's too.
+        c: How many of C functions.
+    """
+
+    def __init__(self, level):
+        amp.reset()
+        self.calls, self.in_step, self.python, self.c = [], [], 0, 0
+        step = make_step(level, torch.optim.AdamW, torch.nn.LayerNorm(8))
+        for _ in range(WARM_UP):
+            step()
+        before = sys.getprofile()
+        sys.setprofile(self._count)
+        try:
+            step(self._take)
+        finally:
+            sys.setprofile(before)
+        amp.reset()
+
+    def _count(self, frame, event, arg):
+        self.python += event == "call"
+        self.c += event == "c_call"
+        file, name = pathlib.Path(frame.f_code.co_filename), frame.f_code.co_name
+        if event == "call" and file.is_relative_to(SRC) and "<" not in name:
+            self.calls.append((str(file.relative_to(SRC)), name))
+
+    def _take(self, step):
+        begun = len(self.calls)
+        step()
+        self.in_step = self.calls[begun:]
+
+    def numbers(self):
+        """Frames, files, and how often ``optimizer.step()`` goes on in another file."""
+        both = zip(self.in_step, self.in_step[1:], strict=False)
+        changes = sum(one[0] != other[0] for one, other in both)
+        return len(self.calls), len({file for file, _ in self.calls}), changes
+
+
+@pytest.mark.skipif(not _compat.IS_2_13, reason="other releases take other ways through torch")
+@pytest.mark.parametrize(("level", "most"), [("O1", (100, 14, 8)), ("O2", (105, 14, 8))])
+def test_a_step_can_be_followed(level, most):
+    corridor = Corridor(level)
+    assert len(corridor.in_step) > 10
+    numbers = corridor.numbers()
+    if any(map(int.__gt__, numbers, most)):
+        pytest.fail(
+            f"A step at {level} runs (frames, files, changes of file in optimizer.step()) "
+            f"{numbers} of apex, allowed are {most}. They are, in order:\n"
+            + "\n".join(f"  {file}  {name}" for file, name in corridor.calls)
+        )
+
+
+def test_unscaling_goes_through_no_cast():
+    calls = Corridor("O1").calls
+    end = calls.index(("amp/scaling.py", "__exit__"))
+    kernel = ("amp/casting/dispatcher.py", "kernel")
+    assert kernel in calls[:end]
+    assert kernel not in calls[end:]
+
+
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+            corridor = Corridor(level)
+            frames, files, changes = corridor.numbers()
+            print(  # noqa: T201
+                f"{level}: {frames} frames of apex in {files} files, {changes} changes of file in "
+                f"step(); {corridor.python} Python and {corridor.c} C calls in all"
+            )
+        sys.exit()
     optimizer_class = FusedAdam if "--fused" in sys.argv else torch.optim.SGD
     added = frames_of_amp(sys.argv[1], optimizer_class)
     print(f"{table(added)}\n{added.total():5}  in all")  # noqa: T201

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from apex import amp, optimizers
-from apex.amp.gradients.step_counts import TakenSteps
+from apex.amp.gradients.overflow import TakenSteps
 from apex.amp.scaler import LossScaler
 from apex.contrib import optimizers as contrib
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam

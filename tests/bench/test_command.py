@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.bench.training import plan, plots, results
+from apex.bench.training import command, plan, plots, results
 from apex.bench.training.tasks.task import TaskOptions
 from apex.cli.command_line import UsageError, main
 from apex.info import machine
@@ -72,6 +72,36 @@ def test_the_levels_of_a_seed_share_a_process_and_are_trained_once(tmp_path, log
     assert read(tmp_path).runs == report.runs
     assert bench(tmp_path, "build", *options, "--fresh") == 0
     assert len(processes(log)) == 4
+
+
+def test_a_models_own_warning_is_shown_once(tmp_path, log, capsys):
+    assert bench(tmp_path, "warning", "--levels", "O0", "O2", "--seeds", "2") == 0
+    errors = capsys.readouterr().err
+    assert len(processes(log)) == 2
+    assert errors.count("UserWarning: the model is old") == 1
+    assert errors.count("UserWarning: weights of torch.float") == 1
+
+
+def test_a_budget_leaves_seeds_out_that_cannot_be_cut_any_further(
+    tmp_path, log, capsys, monkeypatch
+):
+    """A group takes 20 s whatever it is given; of 60 s some are for plots, and two fit."""
+    now = [0.0]
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+
+    def run_group(group, options, on_progress, budget_s):
+        now[0] += 20.0
+        return [made.run(cell) for cell in group]
+
+    monkeypatch.setattr(plan, "run_group", run_group)
+    options = ("--levels", "O0", "O4", "--seeds", "5", "--budget", "60s")
+    assert bench(tmp_path, "build", *options) == 0
+    assert now[0] == 40.0
+    report = read(tmp_path)
+    assert (len(report.runs), report.left_out, report.complete) == (4, 6, True)
+    shown = capsys.readouterr().out
+    assert "CUT to 60 s: no time for 6 more trainings, those of the last seeds" in shown
+    assert shown.startswith("No answer: the time budget left no time for more than 2 of the seeds")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -176,6 +206,18 @@ def test_levels_that_do_not_fit_together_are_trained_beside_o0_or_alone(monkeypa
     assert found["O4", ("O4",)] == "out of memory"
     assert tried[0] == ("O0", "O1", "O2", "O4")
     assert {run.cell for run in runs} == set(cells)
+
+
+@pytest.mark.parametrize(
+    ("tf32", "others"), [(None, [False]), ("off", [False]), ("on", [True]), ("both", [False, True])]
+)
+def test_where_a_gpu_has_tf32_o0_is_trained_with_and_without_it(monkeypatch, tf32, others):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    found = command._levels(["O0", "O4"], tf32, device)
+    assert found == [("O0", False), ("O0", True), *(("O4", way) for way in others)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert command._levels(["O0", "O4"], None, device) == [("O0", None), ("O4", None)]
 
 
 def test_what_is_kept_depends_on_the_text_of_a_task_and_on_its_data(tmp_path, monkeypatch):

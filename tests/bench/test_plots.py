@@ -159,6 +159,42 @@ def test_the_quality_of_a_level_that_trained_for_fewer_steps_is_not_drawn():
     assert _texts(axes)[1] == ""
 
 
+def test_an_empty_panel_says_why():
+    gone = {
+        "peak_bytes": None,
+        "status": "stopped",
+        "error": "stopped after 1 step",
+        "blocks": (0,),
+    }
+    gone |= {"step_ms": (1.0,), "losses": (1.0,), "accuracy": (), "test_loss": ()}
+    of = made.of_runs(
+        *made.level("O0", others={"peak_bytes": None}), *made.level("O4", others=gone), budget_s=9.0
+    )
+    figure = plots._overview(lines(of, verdicts(of)))
+    said = [
+        text.get_text().partition("\n")[2]
+        for axes in figure.axes
+        for text in axes.texts
+        if text.get_text().startswith("nothing to show")
+    ]
+    assert said == [
+        "stopped by the time budget",
+        "the time budget had no time for it",
+        "no level trained to its end beside O0",
+    ]
+    whole = plots._overview(lines(made.report(), verdicts(made.report())))
+    assert not any("nothing to show" in t.get_text() for axes in whole.axes for t in axes.texts)
+
+
+@pytest.mark.parametrize(("losses", "said"), [((1.0,), []), ((math.nan, math.inf), ["nothing"])])
+def test_a_curve_of_one_step_is_a_mark_and_one_without_numbers_says_so(losses, said):
+    axes = Figure().subplots()
+    plots._draw_losses(axes, rows(_one(losses=losses)))
+    assert [text.get_text().partition(" ")[0] for text in axes.texts] == said
+    (line,) = axes.lines
+    assert (line.get_marker() != "None") is (said == [])
+
+
 def test_the_same_arithmetic_is_named_and_its_dashes_take_turns():
     of = made.report()
     axes = _axes()

@@ -8,8 +8,9 @@ import math
 import pytest
 
 from apex.bench.training import report, results, table
+from apex.bench.training.answer import answers
 from apex.bench.training.rows import rows
-from apex.bench.training.sentences import answers, sentences
+from apex.bench.training.sentences import sentences
 from apex.bench.training.verdict import verdicts
 from apex.cli import command_line as cli
 from apex.cli.tables import three, write_csv

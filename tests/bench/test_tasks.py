@@ -12,7 +12,7 @@ from torch import nn
 from apex import amp
 from apex.bench.training.precision import LEVELS, precision
 from apex.bench.training.tasks import TASKS, cifar10, complete, load, text
-from apex.bench.training.tasks.classification import IGNORED, Batches
+from apex.bench.training.tasks.classification import IGNORED, Batches, Classification, Split
 from apex.bench.training.tasks.networks import vgg16
 from apex.bench.training.tasks.task import Task, TaskOptions
 from apex.cli.command_line import UsageError
@@ -371,6 +371,29 @@ def test_a_task_of_the_users_has_defaults(write):
     losses, _, _ = _trained(task, "O2")
     assert losses[-1] < losses[0]
     assert isinstance(task, Task)
+
+
+STEP = """
+    loss = None
+    def step(self, precision, models, optimizers, batch):
+        optimizers[0].zero_grad()
+        with precision.forward():
+            loss = models[0](batch).float().square().mean()
+        precision.backward(loss, optimizers[0])
+        precision.step(optimizers[0])
+        return loss
+"""
+
+
+def test_a_task_with_a_step_of_its_own_needs_no_loss(write):
+    losses, _, _ = _trained(load(write(more=STEP), QUICK), "O2")
+    assert losses[-1] < losses[0]
+
+
+def test_the_accuracy_of_guessing_is_that_of_the_most_frequent_label(write):
+    x, asked = torch.ones(6, 1), torch.tensor([1, 2, 2, 2, IGNORED, 0])
+    assert Classification(Split(x, asked, x, asked)).chance == pytest.approx(60.0)
+    assert load(write(more="chance = 12.5"), QUICK).chance == 12.5
 
 
 def test_a_module_can_be_a_task(write):

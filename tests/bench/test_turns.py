@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from apex.amp.casting import cpu_float16, dispatcher
+from apex.bench import memory
 from apex.bench.training import process_state, profiling, trainer, turns
 from apex.bench.training.precision import LEVELS, precision
 from apex.bench.training.results import Cell
@@ -257,6 +258,18 @@ def test_tf32_is_chosen_for_recurrent_layers_too_and_put_back():
 # --- what is measured ----------------------------------------------------------------------------
 
 
+def test_the_accuracy_before_the_training_is_measured_apart_at_o0(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(memory, "peak_bytes", lambda *args: None)
+    monkeypatch.setattr(profiling, "operators", lambda *args: ())
+    first, other = train(user_task.Regression(), ["O0", "O4"])
+    torch.manual_seed(0)
+    model = user_task.Regression().model()
+    with torch.no_grad():
+        assert first.untrained == pytest.approx(user_task.Regression().accuracy(model))
+    assert other.untrained is None
+
+
 def test_turns_are_blocks_of_steps_in_pairs_of_opposite_order(monkeypatch):
     monkeypatch.setattr(turns, "TURN_MS", 0.0)
     order = []
@@ -389,6 +402,21 @@ def test_levels_of_any_budget_end_after_as_many_steps(monkeypatch, budget_s, epo
     assert len({len(run.losses) for run in runs if run.finished}) == 1
     first_turns = turns.BLOCK * sum(seconds.values())
     assert clock.now <= max(budget_s, 2 * first_turns)
+
+
+def test_what_is_measured_apart_keeps_to_the_budget(monkeypatch):
+    """It takes longer than some steps do: the second is measured if as much time is left again."""
+    clock, measured = Clock(monkeypatch, {"O0": 1.0, "O4": 1.0, "O5": 1.0}), []
+
+    def measure(cell, *args, **kwargs):
+        measured.append(cell.level)
+        clock.now += 100.0
+        return {}
+
+    monkeypatch.setattr(profiling, "measure", measure)
+    train(user_task.Regression(), ["O0", "O4", "O5"], epochs=1, budget_s=250.0)
+    assert measured == ["O0", "O4"]
+    assert clock.now <= 250.0
 
 
 def test_without_a_budget_nothing_is_stopped(monkeypatch):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from apex.bench.training.answer import answers
 from apex.bench.training.notes import marks, notes, problems
 from apex.bench.training.results import Operator
 from apex.bench.training.rows import rows
-from apex.bench.training.sentences import answers, beside, sentences
+from apex.bench.training.sentences import beside, sentences
 from apex.bench.training.verdict import BUSY, paired_ratio, verdicts
 from tests.bench import made
 from tests.bench.made import cell, level, of_runs, run, without
@@ -203,7 +204,7 @@ def test_first_steps_alone_have_no_interval():
     assert sentences(found)[0].endswith(
         "(3 seeds, their first steps alone: too few for an interval)."
     )
-    assert answers(of, [found]) == ["No answer: too few steps to compare."]
+    assert answers(of, [found]) == ["No answer: the trainings have 60 steps, too few to compare."]
 
 
 # --- quality -------------------------------------------------------------------------------------
@@ -444,7 +445,7 @@ def test_a_diverged_level_has_no_speed():
     assert sentences(found)[0] == "O3: its speed is not compared with O0's."
     assert "diverged (3 of 3)" in sentence(found)
     assert answers(of, [found]) == [
-        "None is worth it here, because O3 did not train to the end at each seed."
+        "Stay with float32 here: O3 did not train to the end at each seed."
     ]
 
 
@@ -491,7 +492,7 @@ STOPPED = {"status": "stopped", "error": "stopped after 8 of 60 steps"}
         ),
         (
             {"O4": (FAST, (97.0, 97.2, 97.4), HALF)},
-            "None is worth it here, because O4 lost accuracy.",
+            "Stay with float32 here: O4 lost accuracy.",
         ),
         (  # the faster one loses accuracy
             {"O4": (FAST, RIGHT, HALF), "O5": ((0.1,) * 3, (91.0, 91.2, 91.4), HALF)},
@@ -512,8 +513,8 @@ STOPPED = {"status": "stopped", "error": "stopped after 8 of 60 steps"}
         ),
         (
             {"O4": ((1.0, 1.12, 0.89), RIGHT, SAME)},
-            "None is worth it here, because O4 stayed below 1.05 times the speed and above 0.9 "
-            "times the memory.",
+            "Stay with float32 here: no level was faster. O4 stayed below 1.05 times the speed and "
+            "above 0.9 times the memory.",
         ),
         (
             {
@@ -521,7 +522,7 @@ STOPPED = {"status": "stopped", "error": "stopped after 8 of 60 steps"}
                 "O4": ((2.0, 2.2, 1.75), RIGHT, HALF),
                 "O5": ((2.0, 2.2, 1.75), RIGHT, HALF),
             },
-            "None is worth it here, because O3 lost accuracy; O4, O5 took longer.",
+            "Stay with float32 here: O3 lost accuracy; O4, O5 took longer.",
         ),
         (  # what is not known is not said to be none
             {"O1": ((3.0,) * 3, RIGHT, HALF), "O4": ((0.1, 1.0, 1.0), RIGHT, HALF)},
@@ -537,7 +538,7 @@ STOPPED = {"status": "stopped", "error": "stopped after 8 of 60 steps"}
         ),
         (
             {"O4": (FAST, RIGHT, {"test_loss": (9.0,)})},
-            "None is worth it here, because O4 had a higher test loss.",
+            "Stay with float32 here: O4 had a higher test loss.",
         ),
         (
             {"O4": (FAST, (98.0, math.nan, 98.4), {**HALF, "test_loss": ()})},
@@ -546,7 +547,8 @@ STOPPED = {"status": "stopped", "error": "stopped after 8 of 60 steps"}
         ),
         (
             {"O1": ((29.0,) * 3, RIGHT, STOPPED)},
-            "None is worth it here, because O1 took too long for the budget.",
+            "Stay with float32 here: no level was faster. O1 took too long for the budget (this "
+            "CPU has no float16 arithmetic).",
         ),
     ],
 )
@@ -558,9 +560,137 @@ def test_the_answer(levels, said):
     assert answers(of, verdicts(of)) == [said]
 
 
+SLOW = (3.0, 3.2, 2.9)
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        (  # of two seeds too: that many tell that a level takes three times as long
+            [*level("O0", (1.0, 1.1)), *level("O1", (3.0, 3.2)), *level("O4", (1.5, 1.6))],
+            "Stay with float32 here: no level was faster. O1 took longer (this CPU has no float16 "
+            "arithmetic); O4 took longer.",
+        ),
+        (  # torch's autocast is no better advice
+            [*level("O0"), *level("O1", SLOW), *level("native-fp16", SLOW)],
+            "Stay with float32 here: no level was faster. O1, native-fp16 took longer (this CPU "
+            "has no float16 arithmetic).",
+        ),
+        (  # one was faster, but is no advice
+            [*level("O0", accuracy=RIGHT), *level("O1", SLOW, RIGHT, DIFFERENT),
+             *level("O4", FAST, (91.0, 91.2, 91.4), DIFFERENT)],
+            "Stay with float32 here: O1 took longer (this CPU has no float16 arithmetic); O4 lost "
+            "accuracy.",
+        ),
+    ],
+)  # fmt: skip
+def test_where_no_level_was_faster_the_advice_is_float32_and_the_known_reason(runs, said):
+    of = of_runs(*runs)
+    assert answers(of, verdicts(of)) == [said]
+
+
+SHORT = {"step_ms": (1.0,) * 4, "losses": (1.0,) * 4, "blocks": (0,)}  # of 60 planned steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "report", "said"),
+    [
+        (SHORT, {"budget_s": 9.0},
+         "No answer: the time budget cut the trainings to 4 steps, too few to compare."),
+        (SHORT, {"budget_s": 9.0, "busy": "busy machine (load 9.0 on 2 cores)"},
+         "No answer: the time budget cut the trainings to 4 steps, too few to compare; busy "
+         "machine (load 9.0 on 2 cores)."),
+        ({**SHORT, "planned_steps": 4}, {},
+         "No answer: the trainings have 4 steps, too few to compare."),
+    ],
+)  # fmt: skip
+def test_no_answer_for_the_steps_names_them_and_what_cut_them(changes, report, said):
+    of = of_runs(*level("O0", others=changes), *level("O4", FAST, others=changes), **report)
+    assert answers(of, verdicts(of)) == [said]
+
+
+def test_no_answer_for_the_seeds_says_what_left_them_out():
+    two = [*level("O0", (1.0, 1.1)), *level("O4", (0.5, 0.51))]
+    of = of_runs(*two, left_out=2, budget_s=9.0)
+    said = "No answer: the time budget left no time for more than 2 of the seeds."
+    assert answers(of, verdicts(of)) == [said]
+    assert marks(of) == ["CUT to 9 s: no time for 2 more trainings, those of the last seeds"]
+    cells = [cell(name, seed=seed) for seed in range(3) for name in ("O0", "O4")]
+    of = made.report(cells, two)
+    assert answers(of, verdicts(of)) == [
+        "No answer: interrupted after 2 of 3 seeds, and 3 are needed to compare."
+    ]
+
+
+def test_no_answer_where_o0_failed_at_a_seed_says_what_o0_did():
+    base = level("O0")
+    base[1] = without(base[1], status="out of memory", **made.NOTHING)
+    of = of_runs(*base, *level("O4", FAST))
+    assert answers(of, verdicts(of)) == [
+        "No answer: only 2 of 3 seeds can be compared (O0: out of memory (1 of 3))."
+    ]
+
+
+def test_torchs_autocast_and_tf32_stand_beside_the_level_that_is_advised():
+    of = of_runs(
+        *level("O0", accuracy=RIGHT, tf32=False),
+        *level("O0", (0.6, 0.66, 0.54), RIGHT, DIFFERENT, tf32=True),
+        *level("O4", (0.5, 0.55, 0.45), RIGHT, DIFFERENT, tf32=False),
+        *level("native-bf16", (0.52, 0.572, 0.468), RIGHT, DIFFERENT, tf32=False),
+    )
+    (said,) = answers(of, verdicts(of))
+    assert "O4 TF32 off: 2.00 times the speed (TF32 alone: 1.67; torch's autocast: 1.92)" in said
+
+
+# --- what was learnt -----------------------------------------------------------------------------
+
+
+def test_an_accuracy_at_chance_level_is_said_and_is_no_proof():
+    guess = {"chance": 10.0}
+    low = (10.4, 10.2, 10.6)
+    of = of_runs(*level("O0", accuracy=low, others=guess), *level("O4", FAST, low, DIFFERENT))
+    (found,) = verdicts(of)
+    assert "Its accuracy is at chance level: guessing gets 10.0 % right." in sentences(found)
+    assert answers(of, [found]) == [
+        "Perhaps O4: 1.95 times the speed, 0.85 times the memory. But O0's accuracy is at chance "
+        "level: guessing gets 10.0 % right."
+    ]
+    (said,) = [note for note in notes(of, [found]) if "chance" in note]
+    assert said == (
+        "On digits-cnn the accuracy of O0 (batch size 128: 10.4 %), O4 (batch size 128: 10.4 %) is "
+        "at chance level: guessing gets 10.0 % right. It says nothing about the precision."
+    )
+
+
+def test_without_a_known_chance_the_untrained_model_is_the_bound():
+    def said(accuracy):
+        runs = level("O0", accuracy=accuracy, others={"untrained": 40.0})
+        return rows(of_runs(*runs))[0].unlearnt
+
+    assert said((41.0, 40.0, 42.0)) == "not clearly better than before the training, 40.0 %"
+    assert said((60.0, 61.0, 62.0)) is None
+
+
+# --- columns that disagree -----------------------------------------------------------------------
+
+
+def test_times_that_do_not_give_the_speed_are_explained():
+    """O0's third seed ran on a slower machine, as O4's did: the speeds agree, the medians not."""
+    apart = [note for note in _notes((1.0, 1.0, 9.0), (0.5, 5.0, 5.0)) if "do not agree" in note]
+    (said,) = apart
+    assert "O4 against O0 (batch size 128): 0.20 by the times, 0.90 the speed" in said
+    assert not any("do not agree" in note for note in _notes((1.0, 1.1, 0.9), (0.5, 0.55, 0.45)))
+
+
+def _notes(base, mine):
+    of = of_runs(*level("O0", base), *level("O4", mine))
+    found = [without(v, noise=None) for v in verdicts(of)]
+    return notes(of, found)
+
+
 def test_two_seeds_or_o0_alone_have_no_answer():
     of = of_runs(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5)))
-    assert answers(of, verdicts(of)) == ["No answer: too few seeds to compare."]
+    assert answers(of, verdicts(of)) == ["No answer: 2 seeds are too few to compare (`--seeds 3`)."]
     of = of_runs(*level("O0"))
     assert answers(of, verdicts(of)) == ["No answer: O0 and another level are needed."]
 

@@ -5,6 +5,7 @@ import os
 import pathlib
 import signal
 import time
+import warnings
 
 import torch
 from torch import nn
@@ -74,6 +75,19 @@ class Loaded(Regression):
         return torch.utils.data.DataLoader(data, batch_size, num_workers=1, drop_last=True)
 
 
+class Warning_(Regression):
+    """Warns in each step, under filters that forget what was shown."""
+
+    def model(self):
+        warnings.warn("the model is old", stacklevel=1)
+        return super().model()
+
+    def loss(self, model, batch):
+        with warnings.catch_warnings():
+            warnings.warn(f"weights of {model.weight.dtype}", UserWarning, stacklevel=1)
+        return super().loss(model, batch)
+
+
 class Refusing(Regression):
     """Has no batch of any size."""
 
@@ -111,6 +125,10 @@ def incomplete(options):
 
 def loaded(options):
     return Loaded()
+
+
+def warning(options):
+    return Warning_()
 
 
 def refusing(options):

@@ -99,6 +99,22 @@ def test_dropout_of_the_compiled_module():
     assert not fmhalib.fwd(qkv, ends, 1.0, 5, True, False, False, None)[0].any()
 
 
+def test_calls_of_2020():
+    """Without ``is_nl`` and ``zero_tensors``; the gradient as a batch of equal lengths."""
+    qkv, ends, dy = data([4, 4], torch.float64, behind=0)
+    new = fmhalib.fwd(qkv, ends, 0.4, 4, True, False, False, torch.Generator().manual_seed(1))
+    for function in (fmhalib.fwd, fmhalib.fwd_nl):
+        old = function(qkv, ends, 0.4, 4, True, torch.Generator().manual_seed(1))
+        assert all(map(torch.equal, old, new))
+    given = (qkv, new[1], ends, 0.4, 4)
+    wanted = fmhalib.bwd_nl(dy, *given, False)
+    batch = dy.view(2, 4, *dy.shape[1:])
+    assert all(map(torch.equal, fmhalib.bwd(batch, *given), wanted[:2]))
+    assert all(map(torch.equal, fmhalib.bwd_nl(batch, *given), wanted))
+    y, probabilities = fmhalib.fwd(qkv, ends, 0.0, 4, True, None)
+    agree((y, fmhalib.bwd(dy, qkv, probabilities, ends, 0.0, 4)[0]), exact(qkv, ends, dy))
+
+
 def test_dropout_is_reproducible_and_its_gradient_that_of_the_same_one():
     """Also of the autograd function, whose backward may be called again."""
     qkv, ends, dy = data([5, 5, 3], torch.float64)

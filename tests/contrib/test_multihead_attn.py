@@ -1,6 +1,8 @@
 """``apex.contrib.multihead_attn`` against the formulas in float64, from the original's layout."""
 
 import copy
+import importlib
+import inspect
 import math
 
 import pytest
@@ -14,6 +16,7 @@ from apex.contrib.multihead_attn import (
     fast_mask_softmax_dropout_func,
 )
 from apex.contrib.multihead_attn._masks import join_masks
+from apex.contrib.multihead_attn.fast_self_multihead_attn_func import fast_self_attn_func
 from apex.ops._check import ArgumentError
 from tests.tolerance import (
     ATTENTION_GRADIENTS,
@@ -171,6 +174,64 @@ def test_against_the_formula(name, dtype):
     for actual, wanted in zip(found[1:], exact[1:], strict=True):
         assert actual.dtype == dtype
         assert_close_in_rms(actual, wanted, ATTENTION_GRADIENTS[dtype])
+
+
+PASSED = {  # argument of the original's functions -> parameter of the layer
+    "lyr_nrm_gamma_weights": "lyr_nrm_gamma_weights",
+    "lyr_nrm_beta_weights": "lyr_nrm_beta_weights",
+    "input_weights": "in_proj_weight",
+    "input_weights_q": "in_proj_weight_q",
+    "input_weights_kv": "in_proj_weight_kv",
+    "output_weights": "out_proj_weight",
+    "input_biases": "in_proj_bias",
+    "input_biases_q": "in_proj_bias_q",
+    "input_biases_kv": "in_proj_bias_kv",
+    "output_biases": "out_proj_bias",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "options", "masks"),
+    [
+        ("fast_self_multihead_attn", "self", {}, "padding"),
+        ("fast_self_multihead_attn", "self", {"bias": True, "mask_additive": True}, "additive"),
+        ("self_multihead_attn", "self", {"bias": True, "impl": "default"}, "time"),
+        ("fast_self_multihead_attn_norm_add", "self", {"include_norm_add": True}, "time"),
+        ("fast_encdec_multihead_attn", "encdec", {}, "padding"),
+        ("encdec_multihead_attn", "encdec", {"bias": True, "impl": "default"}, "padding"),
+        ("fast_encdec_multihead_attn_norm_add", "encdec", {"include_norm_add": True}, ""),
+    ],
+)
+def test_the_functions_inside_of_layers(module, name, options, masks, monkeypatch):
+    """Each is its layer, which is tested above, bit for bit; by the original's arguments."""
+    monkeypatch.setitem(CASES, "this", (CASES[name][0], options, masks))
+    layer, query, key, passed = _case("this", torch.float32)
+    padding, time = passed.get("key_padding_mask"), passed.get("attn_mask")
+    mask, parameters = padding if time is None else time, dict(layer.named_parameters())
+    given = {
+        "use_time_mask": time is not None, "is_training": True, "heads": HEADS, "inputs": query,
+        "scale": layer.scaling, "inputs_q": query, "inputs_kv": key, "dropout_prob": 0.0,
+        "mask": mask, "pad_mask": mask, "mask_additive": layer.mask_additive,
+        "is_additive_mask": layer.mask_additive,
+        **{argument: parameters.get(own) for argument, own in PASSED.items()},
+    }  # fmt: skip
+    found = importlib.import_module(f"apex.contrib.multihead_attn.{module}_func")
+    function = getattr(found, f"{module.replace('multihead_', '')}_func")
+    args = [given[argument] for argument in inspect.signature(function).parameters]
+    dy = torch.randn_like(query)
+    ours = _results(lambda: function(*args), layer, query, key, dy)
+    wanted = _results(lambda: layer(query, key, key, **passed)[0], layer, query, key, dy)
+    assert all(map(torch.equal, ours, wanted))
+
+
+def test_arguments_of_these_functions():
+    x, weight = torch.ones(3, 2, 8), torch.ones(24, 8)
+    given = (False, True, 3, x, weight, weight[:8], None, None, None, False, 0.0)
+    with pytest.raises(ValueError, match="fast_self_attn_func: heads is 3 for 8 features"):
+        fast_self_attn_func(*given)
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"fast_self_attn_func: key_padding_mask has shape"):
+        fast_self_attn_func(*given[:2], 2, *given[3:8], mask, *given[9:])
 
 
 def test_names_shapes_and_order_of_parameters():

@@ -15,6 +15,7 @@ MAIN = {
     "bert": "finetune",
     "dcgan": "main_amp",
     "fp16_optimizer": "minimal",
+    "gpt": "train",
     "imagenet": "main_amp",
     "reinforcement_learning": "actor_critic",
     "word_language_model": "main",
@@ -46,6 +47,9 @@ imagenet: --channels-last ./ | './' was given, True or False is allowed; put DIR
 imagenet: --opt-level o2 | invalid choice: 'o2'
 imagenet: -b 0 | 0 was given, it must be at least 1
 imagenet: -b x | invalid whole number value: 'x'
+gpt: --steps 0: pass 1 or more
+gpt: --width 30: pass a multiple of 4
+gpt: --opt-level O3 | invalid choice: 'O3'
 reinforcement_learning: --envs 0: it must be at least 1
 reinforcement_learning: --rollout 1: it must be at least 2
 reinforcement_learning: --lr nan: it must be above 0 and finite

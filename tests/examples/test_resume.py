@@ -143,7 +143,7 @@ def step_of(path):
 MOMENTS = {  # what happens, and the step of the checkpoint that must be there then
     "as a block ends": (["scaling.__exit__", 7], 4),
     "in backward": (["_tensor.backward", 10], 8),
-    "in a step": (["optimizer._after_step", 3], 0),
+    "in a step": (["ledger.after_step", 3], 0),
     "at the first byte": (["byte", 2, 1], 4),
     "in the middle of the file": (["byte", 2, 20_000], 4),
     "before the flush to disk": (["posix.fsync", 3], 8),

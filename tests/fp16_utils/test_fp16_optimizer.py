@@ -15,6 +15,7 @@ from torch import nn
 from apex import amp
 from apex.amp import _speech
 from apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
+from apex.multi_tensor_apply import multi_tensor_applier
 from apex.optimizers import FusedAdam
 from apex.parallel.LARC import LARC
 
@@ -626,6 +627,18 @@ def test_errors_change_nothing():
     other, managed = amp.initialize(other, torch.optim.SGD(other.parameters(), lr=1.0), verbosity=0)
     with pytest.raises(RuntimeError, match="went through amp.initialize"):
         FP16_Optimizer(managed)
+
+
+def test_what_subclasses_hand_to_multi_tensor_applier():
+    """As the original's own copies between masters and weights did."""
+    model, optimizer = start()
+    given, found = [torch.full((3,), 2.0)], [torch.zeros(3, dtype=torch.float16)]
+    flag = optimizer._dummy_overflow_buf
+    multi_tensor_applier(optimizer.multi_tensor_scale, flag, [given, found], 0.5)
+    assert found[0].tolist() == [1.0, 1.0, 1.0]
+    given[0][1] = torch.inf
+    multi_tensor_applier(optimizer.multi_tensor_scale, flag, [given, found], 0.5)
+    assert optimizer._dummy_overflow_buf.tolist() == [1]
 
 
 @pytest.mark.parametrize(

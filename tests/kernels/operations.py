@@ -53,8 +53,8 @@ def made(name, params):
     return LARC(optimizer, TRUST) if variant.larc else optimizer
 
 
-def stepped(name, dtype=None, shapes=SHAPES):
-    """A step, by default in the first of the variant's dtypes."""
+def stepped(name, dtype=None, shapes=SHAPES, steps=1):
+    """A step or several, by default in the first of the variant's dtypes."""
     dtype = dtype or DTYPES[VARIANTS[name][1].dtypes[0]]
 
     def run():
@@ -62,7 +62,8 @@ def stepped(name, dtype=None, shapes=SHAPES):
         optimizer = made(name, params)
         for param, grad in zip(params, column(dtype, 10, shapes), strict=True):
             param.grad = grad
-        optimizer.step()
+        for _ in range(steps):
+            optimizer.step()
         states = [value for state in optimizer.state.values() for value in state.values()]
         return [*params, *(value for value in states if isinstance(value, torch.Tensor))]
 
@@ -113,6 +114,7 @@ def lists():
     yield "muon, a wide matrix", stepped("FusedMuon", shapes=((3, CHUNK),))
     large = ((CHUNK // 256 + 1, 256), (14, 300))  # enough for a state in 8 bits
     yield "FusedAdam, 8 bits", stepped("FusedAdam, state=8bit", BRAIN, large)
+    yield "FusedAdamSWA, two steps", stepped("FusedAdamSWA of apex.contrib", steps=2)
     yield "larc", stepped("FusedSGD, LARC")
     for op in LISTS:
         yield op.name, listed(op)

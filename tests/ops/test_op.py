@@ -1,6 +1,7 @@
 """The builder of operations, tried on small operations that exist only here."""
 
 import importlib
+import json
 import pkgutil
 import sys
 import types
@@ -9,10 +10,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from apex.ops import _op, _runtime, layers, losses, norms
+from apex.ops import _op, _runtime, _thresholds, layers, losses, norms
 from apex.ops._check import ArgumentError, check_shape, check_tensors
 from apex.ops._op import op
-from apex.ops._thresholds import LEAST
 from tests.tolerance import integers
 
 # Stands for a kernel file. It has a gradient for x alone.
@@ -154,7 +154,7 @@ def test_the_path_depends_on_device_and_size(monkeypatch):
         on_cpu, on_gpu = torch.empty(8), torch.empty(8, device="cuda")
 
     def path(x, least=8):
-        monkeypatch.setattr(PRODUCT, "least", least)
+        monkeypatch.setattr(PRODUCT, "threshold", _thresholds.Threshold(least, least))
         PRODUCT(x, x)
         return taken.pop()
 
@@ -220,5 +220,7 @@ def test_every_operation_with_a_kernel_has_a_threshold():
     ]
     found = {x for module in modules for x in vars(module).values() if isinstance(x, op)}
     chosen = {x.name for x in found if x._kernel_file and not x.own_backward}
-    assert chosen == LEAST.keys()
-    assert all(x.least == LEAST.get(x.name, 1) for x in found)
+    assert chosen == json.loads(_thresholds.FILE.read_text("utf-8")).keys()
+    for x in found:
+        row = _thresholds.threshold(x.name) if x.name in chosen else None
+        assert x.threshold is row or (row is None and x.threshold.least == 1)

@@ -31,7 +31,8 @@ FLAGS = [key for key, value in MORE.items() if isinstance(value, bool)]
 
 def takes(name):
     """The numbers that are not in the catalogue's variants, and that the constructor has."""
-    return [key for key in MORE if key in inspect.signature(WAYS[name][0].make).parameters]
+    parameters = inspect.signature(WAYS[name][0].make).parameters
+    return [key for key in MORE if key in parameters and parameters[key].default is not None]
 
 
 CASES = [(name, dtype, {}) for name in WAYS for dtype in DTYPES]

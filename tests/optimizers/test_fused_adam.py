@@ -343,6 +343,12 @@ def test_bad_arguments(options, error, words):
         FusedAdam(parameters(), **options)
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_grad_averaging_is_refused(value):
+    with pytest.raises(TypeError, match=f"no grad_averaging={value}.* use FusedLAMB or FusedNovo"):
+        FusedAdam(parameters(), grad_averaging=value)
+
+
 @pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
 def test_step_arguments_of_old_are_refused(name):
     with pytest.raises(RuntimeError, match="FusedAdam has been updated"):

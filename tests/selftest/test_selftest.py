@@ -19,7 +19,7 @@ import torch
 
 from apex.cli.command_line import main
 from apex.selftest import check as checks
-from apex.selftest import command, gpu, ops
+from apex.selftest import command, gpu, ops, record, spread
 from apex.selftest.catalogue import ops as catalogue
 from apex.selftest.catalogue import optimizers as formulas
 from apex.selftest.catalogue.optimizers import OPTIMIZERS, Step
@@ -32,7 +32,8 @@ DEFINITION = Setting(CPU, "definition")
 
 
 def _selftest(file, *options):
-    return main(["selftest", "--device", "cpu", "--json", str(file), *options])
+    words = ["selftest", "--device", "cpu", "--processes", "0", "--json", str(file)]
+    return main([*words, *options])
 
 
 def _read(file):
@@ -174,18 +175,37 @@ def test_a_check_that_raises_is_a_failed_check_and_not_the_end(tmp_path, monkeyp
     assert "RuntimeError: the kernel is on strike" in capsys.readouterr().out
 
 
-def test_what_runs_is_said_every_five_seconds_where_there_is_no_terminal(monkeypatch, capsys):
-    now = 100.0
-    monkeypatch.setattr(command.time, "monotonic", lambda: now)
-    said = now
-    for now in (104.0, 105.0, 109.0, 111.0):
-        said = command.show_running(f"check at {now:.0f}", said)
-    assert capsys.readouterr().err == "check at 105\ncheck at 111\n"
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert command.show_running("check in a terminal", said) == said
-    assert terminal.getvalue() == f"{command.CLEAR}check in a terminal"
+class _Errors(io.StringIO):
+    """Standard error; `lines` waits for so many, each of which ends in ``end``, but no minute."""
+
+    def __init__(self, terminal, end):
+        super().__init__()
+        self.isatty, self._end = lambda: terminal, end
+
+    def lines(self, many):
+        for _ in range(60_000):
+            if self.getvalue().count(self._end) < many:
+                time.sleep(0.001)
+        return self.getvalue().split(self._end)[:many]
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
+def test_lines_say_what_runs_while_one_check_takes_longer_than_the_pause(
+    terminal, monkeypatch, tmp_path
+):
+    assert record.PAUSE == 5.0
+    monkeypatch.setattr(record, "PAUSE", 0.002)
+    monkeypatch.setattr(record, "REDRAW", 0.002)
+    errors = _Errors(terminal, " and 1 more" if terminal else "\n")
+    monkeypatch.setattr(sys, "stderr", errors)
+    planned = [(Check("area", f"{n}", _raising), DEFINITION) for n in range(3)]
+    of = record.Record(planned, {}, tmp_path / "f.json")
+    with record.Progress(of):
+        of.begin(0)
+        of.begin(1)
+        found = errors.lines(3)
+    assert found[-1].removeprefix(record.CLEAR).startswith("0/3  area: 0 (definition), 0 s")
+    assert errors.getvalue().endswith(record.CLEAR) == terminal
 
 
 def test_nan_is_wrong_and_nothing_measured_proves_nothing():
@@ -205,7 +225,7 @@ def test_warnings_are_kept_beside_the_result():
 def test_a_gpu_that_is_lost_ends_the_run(tmp_path, monkeypatch):
     planned = [(Check("area", f"{n}", _raising), DEFINITION) for n in range(3)]
     monkeypatch.setattr(command, "plan", lambda device, **options: planned)
-    monkeypatch.setattr(command, "is_lost", lambda device: True)
+    monkeypatch.setattr(spread, "is_lost", lambda device: True)
     assert _selftest(tmp_path / "f.json") == 1
     content = _read(tmp_path / "f.json")
     assert [check["name"] for check in content["checks"]] == ["0"]
@@ -385,8 +405,8 @@ def test_an_interruption_keeps_and_shows_what_is_finished(tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return carry_out(check, setting)
 
-    carry_out = command.carry_out
-    monkeypatch.setattr(command, "carry_out", interrupted)
+    carry_out = spread.carry_out
+    monkeypatch.setattr(spread, "carry_out", interrupted)
     assert _selftest(tmp_path / "f.json", "--only", "rms norm, bf16") == 130
     content = _read(tmp_path / "f.json")
     assert not content["complete"]
@@ -441,7 +461,7 @@ def test_a_signal_ends_it_like_ctrl_c(number, tmp_path):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_bad_option_is_one_line(options, complaint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "carry_out", pytest.fail)
+    monkeypatch.setattr(spread, "carry_out", pytest.fail)
     (tmp_path / "file").write_text("precious")
     options = [option.replace("FOLDER", str(tmp_path)) for option in options]
     assert _selftest(tmp_path / "f.json", *options) == 2

@@ -192,6 +192,7 @@ def linears(size, options, rank):
     fused = options.get("gradient_accumulation_fusion", False)
     with parallel(size) as (index, ranks):
         common = {"use_cpu_initialization": True, "init_method": _whole_numbers, **options}
+        common["config"] = object()  # Megatron's, of which the layers need nothing
         torch.manual_seed(3)
         up = tp.ColumnParallelLinear(
             6, 8, gather_output=whole_input, keep_master_weight_for_test=True,

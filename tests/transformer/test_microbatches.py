@@ -39,6 +39,20 @@ def test_ramp_up_that_does_not_fit_micro_batches():
     assert (calculator.get(), calculator.get_current_global_batch_size()) == (1, 8)
 
 
+def test_a_batch_that_is_made_smaller():
+    """To whole micro-batches, but not to none; at each step of a ramp-up, too."""
+    calculator = build_num_microbatches_calculator(0, None, 23, 2, 3, True)
+    assert (calculator.get(), calculator.get_current_global_batch_size()) == (3, 18)
+    with pytest.raises(ValueError, match="global batch size 5 is not divisible by .* = 6"):
+        build_num_microbatches_calculator(0, None, 5, 2, 3, decrease_batch_size_if_needed=True)
+    calculator = build_num_microbatches_calculator(0, [8, 4, 400], 16, 2, 3, True)
+    found = []
+    for consumed in (0, 200, 401):
+        calculator.update(consumed, True)
+        found.append((calculator.get(), calculator.get_current_global_batch_size()))
+    assert found == [(1, 6), (2, 12), (2, 12)]
+
+
 @pytest.mark.parametrize(("start", "samples"), [(12, 100), (6, 0)])
 def test_no_steps_or_no_samples(start, samples):
     calculator = RampupBatchsizeNumMicroBatches(start, 6, samples, 12, 2, 3)

@@ -137,6 +137,11 @@ def test_calculator(no_calculator):
     assert [x.tolist() for x, _ in few] == [[0, 1], [2, 3]]
 
 
+def test_a_calculator_that_makes_batches_smaller(no_calculator):
+    utils.setup_microbatch_calculator(0, None, 14, 3, 2, decrease_batch_size_if_needed=True)
+    assert (utils.get_num_microbatches(), utils.get_current_global_batch_size()) == (2, 12)
+
+
 def test_masks_and_positions():
     """Two rows: documents end after tokens 1 and 3, and after the last one."""
     data = torch.tensor([[5, 0, 6, 0, 7], [5, 6, 7, 8, 0]])

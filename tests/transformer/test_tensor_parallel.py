@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from apex.transformer import parallel_state as state
+from apex.transformer.tensor_parallel.data import _check_data_types
 from apex.transformer.tensor_parallel.memory import (
     MemoryBuffer,
     RingMemBuffer,
     allocate_mem_buff,
     get_mem_buff,
 )
+from apex.transformer.tensor_parallel.random import _set_cuda_rng_state
 from apex.transformer.tensor_parallel.utils import VocabUtility, split_tensor_along_last_dim
 from tests.transformer import parallel_ranks as jobs
 
@@ -219,6 +221,33 @@ def test_broadcast(four):
         assert dtype.startswith(
             f"{source}data['text'] is torch.int64; pass a tensor of datatype, torch.float32"
         )
+
+
+def test_dtypes_of_a_batch():
+    data = {"text": torch.ones(2, dtype=torch.int64)}
+    _check_data_types(["text"], data, torch.int64)
+    with pytest.raises(ValueError, match="_check_data_types: data.'text'. is torch.int64; pass a"):
+        _check_data_types(["text"], data, torch.int32)
+    with pytest.raises(ValueError, match="data.'more'. is NoneType"):
+        _check_data_types(["text", "more"], data, torch.int64)
+
+
+@pytest.mark.parametrize("device", [[], [-1], [0], ["cpu"], [torch.device("cpu")]], ids=str)
+def test_a_state_of_the_generator(device):
+    before = torch.get_rng_state()
+    drawn = torch.rand(3)
+    _set_cuda_rng_state(before, *device)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_the_state_of_a_gpu_s_generator(monkeypatch):
+    """By default that of the current one."""
+    saved, given = torch.get_rng_state(), []
+    monkeypatch.setattr(state, "current_device", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *args: given.append(args))
+    for device in ([], [-1], [2], ["cuda:3"]):
+        _set_cuda_rng_state(saved, *device)
+    assert given == [(saved,), (saved,), (saved, 2), (saved, "cuda:3")]
 
 
 def test_parts():

@@ -1,11 +1,12 @@
 """``./dev gpu``: run every part and say what failed, what was missing and which ratios came out.
 
-    ./dev gpu [checks | times] [PART ...] [--dry] [--out FOLDER]
+    ./dev gpu [checks | times | thresholds] [PART ...] [--dry] [--out FOLDER]
 
 It needs nothing but the Python that runs it: no installation, no network. A part is a process with
 a time limit of its own, which writes a file of its own at once:
 ``benchmarks/results/gpu/CARD-TORCH-DATE-PART.json``. With ``--dry`` the same parts run on a CPU
-with stand-ins and small sizes, and write into a temporary folder.
+with stand-ins and small sizes, and write into a temporary folder. ``thresholds`` writes a table of
+the package and runs only where it is named.
 """
 
 from __future__ import annotations
@@ -32,15 +33,10 @@ VERSIONS = "versions"
 FIRST = ("amp", "optimizers", "ops")  # of the tests: what trainings are made of
 FOLDERS = [path.name for path in sorted((ROOT / "tests").iterdir()) if any(path.rglob("test_*.py"))]
 SUITE = [f"tests/{name}" for name in (*FIRST, *sorted({*FOLDERS} - {*FIRST}))]
-SELFTEST = {
-    "norms": "norms and losses: ",
-    "optimizers": "optimizers: ",
-    "waits": "no waits: ",
-    "graphs": "CUDA graphs: ",
-    "lists": "lists of tensors: ",
-    "trainings": "training: ",
-}
-LIMITS = {"checks": 330.0, "times": 200.0}  # seconds of all parts of a kind together
+SELFTEST = ["norms and losses: ", "lists of tensors: ", "optimizers: ", "training: "]
+SELFTEST += ["CUDA graphs: ", "no waits: "]  # the areas, for a dry run
+DEFAULT = ("checks", "times")  # ten minutes together, what a machine lends in one call
+LIMITS = {"checks": 330.0, "times": 200.0, "thresholds": 120.0}  # seconds of all parts of a kind
 SLOWER = 3  # of a dry run, on a machine that others use as well
 TOGETHER = 6  # parts of checks at a time: each keeps one core busy, the suite half of all
 SHOWN = 60  # failures in the table; the files have all
@@ -61,19 +57,17 @@ PARTS = {
         ["tools.gpu.suite", "--device", "cuda", "--quick", *SUITE], 300,
         dry=["tools.gpu.suite", "--device", "cpu", "--quick", "tests/amp/scaling/test_scaler.py"],
     ),
-    # Processes with one cache of compiled kernels: as one process this took over 240 s on an H200.
-    **{
-        f"selftest-{name}": Part(
-            ["apex", "selftest", "--only", area], 240, dry=["tools.gpu.selftest", area]
-        )
-        for name, area in SELFTEST.items()
-    },
+    # It has processes of its own: as one this took over 240 s on an H200.
+    "selftest": Part(
+        ["apex", "selftest", "--all"], 240, dry=["tools.gpu.selftest", *SELFTEST],
+    ),
     "gpu-tests": Part(
         ["tools.gpu.suite", "--device", "cuda", "-m", "gpu", "tests"], 240,
         dry=["tools.gpu.suite", "--stand-ins", "-m", "gpu"],
     ),
     "steps": Part(["tools.gpu.part", "steps"], 150),
     "graphs": Part(["tools.gpu.part", "graphs"], 150),
+    "captures": Part(["tools.gpu.part", "captures"], 150),
     "layers": Part(["tools.gpu.part", "layers"], 150),
     "ranks": Part(["tools.gpu.part", "ranks"], 150),
     "large": Part(["tools.gpu.part", "large"], 120),
@@ -81,7 +75,8 @@ PARTS = {
     "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
     "lists": Part(["tools.gpu.part", "times:lists"], 60, "times"),
     "ops": Part(["tools.gpu.part", "times:ops"], 60, "times"),
-    "captured": Part(["tools.gpu.part", "times:captured"], 60, "times"),
+    "captured": Part(["tools.gpu.part", "times:captured"], 120, "times"),
+    "thresholds": Part(["tools.gpu.part", "thresholds"], 120, "thresholds"),
 }  # fmt: skip
 
 
@@ -95,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for the files")
     args = parser.parse_args(argv)
     chosen: dict[str, Part] = {}
-    for word in args.what or LIMITS:
+    for word in args.what or (LIMITS if args.dry else DEFAULT):
         found = {n: part for n, part in PARTS.items() if n.startswith(word) or part.kind == word}
         if not found:
             parser.error(f"{word!r} is no part: choose from {', '.join([*LIMITS, *PARTS])}")
@@ -128,7 +123,7 @@ def run_all(chosen: dict[str, Part], folder: Path, stem: str, dry: bool) -> dict
     for kind, seconds in LIMITS.items():
         parts = {name: part for name, part in chosen.items() if part.kind == kind}
         until = time.monotonic() + seconds * (SLOWER if dry else 1)
-        together = 1 if kind == "times" else min(TOGETHER, os.cpu_count() or 1)
+        together = 1 if kind != "checks" else min(TOGETHER, os.cpu_count() or 1)
         with ThreadPoolExecutor(together) as pool:
             running = {
                 pool.submit(

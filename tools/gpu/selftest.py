@@ -1,8 +1,8 @@
 """The areas of `apex selftest` in a dry run; with a GPU the command itself runs.
 
 Each check is carried out as a program would call it, on a CPU, where stand-ins take the place of
-captures and of waits. Triton's interpreter runs the kernels of one check in each area: those of all
-take it minutes, and are in the tests.
+captures and of waits. Triton's interpreter runs the kernels of two checks: those of all take it
+minutes, and are in the tests.
 """
 
 from __future__ import annotations
@@ -20,37 +20,35 @@ from apex.selftest.check import Setting, carry_out
 from apex.selftest.command import every_check
 from tools.gpu.rows import NOT_DRY, RIGHT, WRONG, Rows, as_rows, load
 
-# Words of a check whose kernels are interpreted, through the command line.
-INTERPRETED = {
-    "norms and losses: ": "swiglu, bf16, forward",
-    "optimizers: ": "FusedSGD, fp32",
-}
+# Names of checks whose kernels are interpreted, through the command line.
+INTERPRETED = ("swiglu, bf16, forward", "FusedSGD, fp32")
 
 
 def main() -> None:
-    """Carry out the checks of an area."""
+    """Carry out the checks of some areas."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("area")
+    parser.add_argument("areas", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true", required=True)
     args = parser.parse_args()
     rows = Rows(args.out)
-    if words := INTERPRETED.get(args.area):
-        by_command(words, rows)
+    by_command(rows)
     from tools.gpu import stand_ins
 
     stand_ins.install()
     torch.set_num_threads(1)
-    as_called(args.area, rows)
+    for area in args.areas:
+        as_called(area, rows)
 
 
-def by_command(words: str, rows: Rows) -> None:
-    """Run the command line: what it writes becomes rows."""
+def by_command(rows: Rows) -> None:
+    """Run the command line, which starts two processes: what it writes becomes rows."""
     os.environ["TRITON_INTERPRET"] = "1"
+    words = ["--processes", "2", *(word for name in INTERPRETED for word in ("--only", name))]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "selftest.json")
         main = importlib.import_module("apex.__main__").main
-        code = main(["selftest", "--device", "cpu", "--only", words, "--json", str(file)])
+        code = main(["selftest", "--device", "cpu", *words, "--json", str(file)])
         for row in as_rows(load(file))["rows"]:
             rows.add(**row)
     if code:

@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from apex.amp.graphs import device
 from tests.recorded_graph import READS, HostRead, RecordedGraph, like_a_gpu
 
 KEPT = contextlib.ExitStack()  # what lets apex take the CPU for a GPU; never closed
@@ -38,45 +39,23 @@ class Stream:
     wait_stream = wait_event = record_event = synchronize = nothing
 
 
-class Recorded(RecordedGraph):
-    """What a capture writes is taken back at its end: a capture of CUDA computes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[number] if number < len(args) else (kwargs or {}).get(argument.name)
-                for tensor in tree_leaves(given):
-                    if isinstance(tensor, torch.Tensor):
-                        self.before.append((tensor.detach(), tensor.detach().clone()))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def take_back(self) -> None:
-        """Write what was there before the capture."""
-        for tensor, value in reversed(self.before):
-            tensor.copy_(value)
-        self.before.clear()
-
-
 class Graph:
-    """A recorded graph."""
+    """A recorded graph. What a capture writes and draws is taken back: on CUDA it does nothing."""
 
     def __init__(self) -> None:
-        self.recorded = Recorded()
+        self.recorded: Any = RecordedGraph()
         self.capturing = contextlib.ExitStack()
 
     def capture_begin(self, *arguments: Any, **options: Any) -> None:
         """Record from here on."""
+        self.random = torch.get_rng_state()
         self.capturing.enter_context(self.recorded.capture())
 
     def capture_end(self) -> None:
         """Record no more."""
         self.capturing.close()
-        with torch.no_grad():
-            self.recorded.take_back()
+        self.recorded.take_back()
+        torch.set_rng_state(self.random)
 
     def replay(self) -> None:
         """Call what was recorded again."""
@@ -183,4 +162,7 @@ def install() -> None:
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_allocated"):
         setattr(cuda, name, lambda *arguments: 0)
     cuda.get_device_name = lambda *arguments: "dry"
+    cuda.memory_snapshot = list
+    own = device.DeviceGraph  # with the stand-ins above
     KEPT.enter_context(like_a_gpu())
+    device.DeviceGraph = own  # type: ignore[misc]

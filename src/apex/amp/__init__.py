@@ -34,6 +34,7 @@ from apex.amp.amp import (
 from apex.amp.clipping import clip_grad_norm_, clip_grad_value_, outcome, stepped
 from apex.amp.frontend import initialize, load_state_dict, reset, state_dict
 from apex.amp.grad_scaler import GradScaler
+from apex.amp.graphs.captured import capture
 from apex.amp.handle import disable_casts, scale_loss
 
 from apex.amp import _initialize, handle, opt, scaler  # isort: skip  # reached as attributes
@@ -44,6 +45,7 @@ __all__ = [
     "_amp_state",
     "_initialize",
     "autocast",
+    "capture",
     "clip_grad_norm_",
     "clip_grad_value_",
     "disable_casts",

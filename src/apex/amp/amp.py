@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from apex.amp._amp_state import _amp_state
 from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.casting.state import Casts, Rule
@@ -23,6 +22,7 @@ from apex.amp.frontend import (
     state_dict,
 )
 from apex.amp.handle import AmpHandle, NoOpHandle, disable_casts, scale_loss
+from apex.amp.newest import _amp_state
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

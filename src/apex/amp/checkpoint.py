@@ -1,8 +1,9 @@
 """``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of a training.
 
 The format is NVIDIA's: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``,
-plain numbers that load under ``torch.load(weights_only=True)``. Everything is checked before
-anything is changed.
+plain numbers that load under ``torch.load(weights_only=True)``. A training with a policy adds
+``"policy"``, for each model the names of the modules that it keeps and their types. Everything is
+checked before anything is changed.
 
 An ``initialize`` with ``enabled=False`` makes no training: a program that only ever disables amp
 gets an empty dict, so that checkpoint code needs no branches, and one that trains a second model
@@ -19,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from apex.amp._amp_state import _amp_state
+from apex.amp.newest import _amp_state
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training, alive, in_use, is_disabled, with_scale
@@ -108,7 +109,8 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
 
     Returns:
         ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
-        each scaler of the training; nothing is added when there is none.
+        each scaler of the training, and ``"policy"`` if it has one; nothing is added when there is
+        no training.
 
     Raises:
         ValueError: ``optimizers`` did not go through one ``initialize`` call.
@@ -118,6 +120,8 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
     for training in _trainings(optimizers, "state_dict")[-1:]:
         for index, entry in enumerate(_states(training)):
             destination[f"loss_scaler{index}"] = entry
+        if training.policy is not None:
+            destination["policy"] = [dict(one) for one in training.policy]
     return destination
 
 
@@ -136,14 +140,17 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
     Raises:
         TypeError: ``state_dict`` is not a mapping.
         ValueError: ``optimizers`` did not go through one ``initialize`` call.
-        RuntimeError: A key is not of the form ``loss_scalerN``, or its entry is not a finite
-            positive ``loss_scale`` and a non-negative ``unskipped``. Nothing was changed.
+        RuntimeError: A key is not of the form ``loss_scalerN``, its entry is not a finite
+            positive ``loss_scale`` and a non-negative ``unskipped``, or the run that was saved had
+            another policy. Nothing was changed.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"amp.load_state_dict: state_dict was a {type(state_dict).__name__}; it must be the "
             "dict that amp.state_dict() returned."
         )
+    policy = state_dict.get("policy")
+    state_dict = {key: entry for key, entry in state_dict.items() if key != "policy"}
     unexpected = [key for key in state_dict if not _KEY.fullmatch(str(key))]
     if unexpected:
         names = ", ".join(f'"{key}"' for key in unexpected)
@@ -158,7 +165,10 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
             f"are the keys that amp.state_dict() writes: loss_scaler0, loss_scaler1, ...{advice}"
         )
     entries = {key: _checked(key, entry) for key, entry in state_dict.items()}
-    found = [training.loss_scalers for training in _trainings(optimizers, "load_state_dict")]
+    trainings = _trainings(optimizers, "load_state_dict")
+    for training in trainings if state_dict or policy else ():
+        _refuse_other_policy(policy, training.policy)
+    found = [training.loss_scalers for training in trainings]
     numbers = [len(scalers) for scalers in found]
     if entries and not any(numbers):
         warnings.warn(
@@ -176,6 +186,16 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
         )
     for scalers in found:
         _load(entries, scalers)
+
+
+def _refuse_other_policy(saved: Any, now: Any) -> None:
+    if saved != now:
+        raise RuntimeError(
+            f"amp.load_state_dict: the run that was saved had the policy {saved!r}, and this "
+            f"training has {now!r}. Pass the same policy to amp.initialize as in that run; to "
+            "change it on purpose, load what was saved with 'policy' as amp.state_dict() has it "
+            "now (left out where that has none)."
+        )
 
 
 def _load(entries: Mapping[str, tuple[float, int]], scalers: list[LossScaler]) -> None:

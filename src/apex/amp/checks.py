@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from apex.amp import _speech
-from apex.amp._amp_state import _amp_state, warn_or_err
 from apex.amp.casting import models as modules
 from apex.amp.gradients import distributed
 from apex.amp.gradients.masters import has_version, table
+from apex.amp.newest import _amp_state, warn_or_err
 from apex.amp.policy import HALF_TYPES, Properties, opt_levels
 
 _SCALE_LOSSES = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from apex.amp._amp_state import master_params
-from apex.amp.gradients.step_counts import Outcome
+from apex.amp.gradients.masters import master_params
+from apex.amp.gradients.overflow import Outcome
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import SCALE
 from apex.ops.lists.tensor_lists import OWN_MEMORY, local

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 import torch
 
 from apex.amp import checks, distributed_checkpoint, handle
-from apex.amp._amp_state import _amp_state
 from apex.amp.casting import cpu_float16, dispatcher, rules, state
+from apex.amp.casting import kept as policies
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.gradients.step_checks import share_memory
+from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler, check
@@ -72,6 +73,7 @@ class _Options(TypedDict, total=False):
     fused_step: bool
     debug: bool
     process_group: torch.distributed.ProcessGroup | None
+    policy: Any
 
 
 @overload
@@ -118,6 +120,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     fused_step: bool = False,
     debug: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
+    policy: Any = None,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
 
@@ -157,6 +160,10 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             ``step`` and ``zero_grad``, equally often and in the same order, also where a rank has
             no gradients. ``None``: each rank decides for itself; the ranks of DTensors' meshes
             decide together in any case.
+        policy: The path of a file that ``apex what-if --save`` has written, or what is in it: the
+            modules that it names under the level's 16-bit type stay in float32, weights and
+            products, at O1, O2, O4 and O5. For several models a list, ``None`` for one without.
+            :func:`state_dict` has it, and a checkpoint of another policy is refused.
 
     Returns:
         ``models`` when ``optimizers`` is ``None``, else ``(models, optimizers)``: the same
@@ -167,9 +174,11 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
             a level that casts it, or this is called under ``torch.inference_mode``, or inside a
             ``torch.autocast`` block whose end would undo it.
-        TypeError: ``models``, ``optimizers``, ``enabled`` or ``process_group`` is of another type.
-        ValueError: A number is out of range, a weight is twice in the groups of an optimizer, or
-            an optimizer has the weights of another copy of the model.
+        TypeError: ``models``, ``optimizers``, ``enabled``, ``process_group`` or ``policy`` is of
+            another type.
+        ValueError: A number is out of range, a weight is twice in the groups of an optimizer, an
+            optimizer has the weights of another copy of the model, or the policy is not one for
+            these models.
 
     What is refused has changed nothing. Where memory runs out on the way, or a method of the
     model's own raises, some things are changed and others not: begin again with a new model.
@@ -211,6 +220,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     checks.refuse_copies(model_list, optimizer_list)
     checks.check_dtypes(model_list, properties)
     checks.refuse_sharded(model_list, properties, process_group)
+    kept = policies.read(policy, model_list, properties, verbose=verbosity > 0)
     process_group = checks.group_of_several("amp.initialize", process_group)
     scalers = [
         LossScaler(
@@ -230,11 +240,13 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         scalers,
         verbosity=int(verbosity),
         max_skipped_steps=max_skipped_steps,
+        casts_functions=properties.casts_functions,
         fused_step=fused_step,
         process_group=process_group,
+        policy=policies.saved(kept),
     )
     params = [param for model in model_list for param in model.parameters()]
-    newest = _build(training, model_list, params, optimizer_list, cast_model_outputs)
+    newest = _build(training, model_list, kept, params, optimizer_list, cast_model_outputs)
     known, devices = state.device_types(), {param.device.type for param in params}
     if properties.casts_anything:
         cpu_float16.begin(properties.half_dtype, devices or known)
@@ -259,6 +271,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
 def _build(
     training: Training,
     models: list[torch.nn.Module],
+    kept: list[policies.Kept],
     params: list[torch.nn.Parameter],
     optimizers: list[Any],
     cast_model_outputs: torch.dtype | None,
@@ -283,8 +296,8 @@ def _build(
             distributed_checkpoint.install()
             full = {param: param.detach() for param in params if param.dtype == torch.float32}
         had_views = [share_memory(optimizer, params) for optimizer in optimizers]
-        for model in models:
-            modules.prepare(model, properties, casts, cast_model_outputs)
+        for model, own in zip(models, kept, strict=True):
+            modules.prepare(model, properties, casts, cast_model_outputs, own)
         training.add_models(models, [modules.record_of(model) for model in models])
         for optimizer, had in zip(optimizers, had_views, strict=True):
             use_masters = bool(properties.master_weights)

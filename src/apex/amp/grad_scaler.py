@@ -27,10 +27,9 @@ from torch.amp.grad_scaler import OptState
 from apex.amp._pickled_group import PickledGroup, _default_group
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
-from apex.amp.gradients.accumulation import grads_of
 from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
-from apex.amp.gradients.overflow import counts_of
-from apex.amp.gradients.step_counts import Outcome, TakenSteps
+from apex.amp.gradients.overflow import Outcome, TakenSteps, counts_of
+from apex.amp.gradients.parameters import grads_of
 from apex.amp.scaler import check, iter_params
 from apex.ops import _runtime
 from apex.ops.lists import clip

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from apex.amp import checks
-from apex.amp._amp_state import _amp_state, master_params, maybe_print
-from apex.amp.casting import dispatcher, rules
+from apex.amp.casting import rules
 from apex.amp.casting import state as casting
-from apex.amp.casting.log import CastLog
 from apex.amp.casting.state import Casts
+from apex.amp.newest import _amp_state, master_params, maybe_print
 from apex.amp.opt import OptimWrapper
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import Properties
@@ -91,10 +90,7 @@ class AmpHandle:
 
         See :func:`~apex.amp.casting.rules.casts_for`.
         """
-        self._casts = rules.casts_for(dtype, rules.registered(), allow_banned=allow_banned)
-        dispatcher.install(dtype)
-        if self.verbose:
-            self._casts.log = CastLog()
+        self._casts = rules.make_casts(dtype, verbose=self._verbose, allow_banned=allow_banned)
         return self._casts
 
     def activate(self, devices: tuple[str, ...]) -> None:

@@ -12,6 +12,8 @@ SAM call it.
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,17 +22,16 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from apex.amp import checks
+from apex.amp import checks, entries
 from apex.amp.casting import state as casts
 from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
-from apex.amp.gradients.overflow import Overflow
+from apex.amp.gradients.overflow import Overflow, SkippedStep
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_checks import ModelCheck, StepCheck
 from apex.amp.policy import HALF_TYPES
-from apex.amp.replaced import Replaced
 from apex.amp.training import Training, managed
 from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
@@ -61,6 +62,7 @@ class OptimizerState:
         *,
         had_views: bool = False,
     ) -> None:
+        entries.complete(optimizer)
         self.training = training
         self.use_masters = use_masters
         self.superseded = False
@@ -94,11 +96,14 @@ class OptimizerState:
         self._replaced = Replaced(optimizer, methods, attributes)
         self._inner_step = self._replaced.inner["step"]
         self._replaced.watch(optimizer, weakref.ref(self))
+        owners = [optimizer, *optimizers_inside(optimizer)] if use_masters else []
+        self._sharing = entries.Sharing(owners, params)
         managed.add(optimizer)
 
     def _find_models_and_owners(self) -> None:
+        params = self.params
         self.training.find_shared()
-        self.ledger.records, self.ledger.outside = self.training.records_of(self.params.targets)
+        params.records, params.outside = self.training.records_of(params.targets)
 
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
@@ -109,6 +114,7 @@ class OptimizerState:
         self.ledger.unscale_delayed(check=False)
         self.params.sync()
         self._replaced.take_off(optimizer)
+        self._sharing.take_off([optimizer, *optimizers_inside(optimizer)])
         self.params.restore()
 
     # -- what scale_loss, clipping and readers need --------------------------------------------
@@ -156,137 +162,55 @@ class OptimizerState:
             params.match_requires_grad()
             params.reconcile(compare=not ledger.has_stepped)
             params.expose()
-            for record in ledger.records:
-                record.exposed[id(self)] = params
+            for record in params.records:
+                record.exposed[id(params)] = params
 
     # -- the step ------------------------------------------------------------------------------
 
-    def can_skip(self) -> bool:
-        """Whether any step of this optimizer could be skipped."""
-        return any([scaler.dynamic for scaler in self.training.loss_scalers])
-
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, unless a pass since the last one was not finite."""
+        """The optimizer's step, unless a pass since the last one was not finite.
+
+        "A step at O2" in docs/how-it-works.md goes through it.
+        """
         closure = args[0] if args else kwargs.get("closure")
         self._refuse_step(has_closure=closure is not None)
+        ledger, is_captured = self.ledger, _runtime.capturing()
+        if is_captured or ledger.is_captured:
+            self._refuse_part()
         if self.overflow.sent:
             self.overflow.log_reports()
         if closure is not None:
             return self._step_with(closure, args, kwargs)
-        ledger = self.ledger
-        if ledger.state is State.FOR_STEP and self._has_pre_hooks():  # they see them unscaled
-            ledger.unscale_delayed()
-        options = ledger.take_for_step()
-        is_fused = options is not None
-        if not is_fused:
-            self._collect()
-        is_new, passes = bool(ledger.passes), ledger.passes_of_step()
-        noop = None
-        if passes and self.observer is None and self._can_defer(passes):
-            noop = self.overflow.defer(passes, is_new=is_new)
-            ledger.leave(passes)
-        else:
-            report = self._read(passes, is_new=is_new)
+        # Gradients: unscaled, where the step looks for them; or left scaled for a fused step.
+        scaled = self._take_scaled() if ledger.state is State.FOR_STEP else None
+        passes, is_new = ledger.take_passes(collect=scaled is None)
+        # Who decides whether to skip: the device where the kernels of the step can, else the host.
+        noop = self._defer(passes, is_new=is_new) if passes and self._takes_flag else None
+        if noop is None:
+            if is_captured:
+                self._refuse_read(passes)
+            report = self.overflow.read(passes, is_new=is_new)
+            if self.observer is not None:
+                self._tell(report, passes, is_new=is_new)
             if report is not None:
-                ledger.leave(passes)
-                self._skip(report, passes, is_fused=is_fused)
+                self._skip(report, passes, is_fused=scaled is not None)
                 return None
-        if options is not None:
-            options = replace(options, noop=noop)
-        elif self._is_fused:
-            copies = self.params.for_kernel() if self.params.weights else None
-            options = ScaledStep(1.0, noop, copies) if copies or noop is not None else None
-        copied = False
-        try:
-            with casts.off():
-                result = self._step(options, noop, args, kwargs)
-            copied = options is not None and bool(options.copies)
-        finally:  # an error in the step or in a hook ends it too
-            if is_fused and ledger.fused is not None:
-                ledger.fused.free()
-            self._after_step(copied=copied)
-        return result
-
-    def _read(self, passes: list[Pass], *, is_new: bool) -> overflows.SkippedStep | None:
-        """Let the host decide whether to skip, and tell a watch before gradients are freed.
-
-        A watch has seen what is not ``is_new``: gradients of a step that was skipped before.
-        """
-        if _runtime.capturing():
-            self._check_capture(passes)
-        report = self.overflow.read(passes, is_new=is_new)
-        if self.observer is not None and is_new and self.can_skip():
-            scale = float(passes[0 if report is None else report.place].scale)
-            self.observer.stepped(self._optimizer(), report is not None, scale)
-        return report
-
-    def _check_both_captured(self, block: bool) -> None:
-        counts = self.overflow.counts
-        is_needed = self.can_skip() or self.params.weights or self.ledger.fused is not None
-        if block is not counts.are_captured() and is_needed:
-            captures.refuse_part(self._optimizer(), block=block)
-
-    def _check_capture(self, passes: list[Pass]) -> None:
-        self.overflow.counts.check_capture()
-        watched = self.observer is not None
-        if passes or watched:
-            optimizer = self._optimizer()
-            captures.refuse_read(optimizer, takes_flag=self._takes_flag, is_watched=watched)
-
-    def _collect(self) -> None:
-        """Bring gradients to where the step looks for them."""
-        ledger = self.ledger
-        ledger.collect()
-        if ledger.passes:
-            overflows.check_again(ledger)
-        elif not self.use_masters:  # of O3, whose weights may have entries of a state_dict
-            for record in ledger.records:
-                record.reconcile()
-
-    def _has_pre_hooks(self) -> bool:
-        hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
-        return bool(hooks or torch_optimizer._global_optimizer_pre_hooks)
-
-    def _can_defer(self, passes: list[Pass]) -> bool:
-        """Whether the kernels of the step can skip by themselves."""
-        if not self._takes_flag:
-            return False
-        flags = [one.found_inf for one in passes]
-        if not all([flag is not None and overflows.runs_behind(flag.device) for flag in flags]):
-            return False
-        return self._is_fused or not captures.may_leave_uninitialized(self._optimizer())
-
-    def _step(
-        self, options: ScaledStep | None, noop: torch.Tensor | None, args: Any, kwargs: Any
-    ) -> Any:
-        """The optimizer's own step, watched until one that the host decided changed a master."""
-        check = self._step_check if noop is None else None
-        watch = self.observer
-        if (check or (self._model_check and not self.ledger.records)) and _runtime.capturing():
-            captures.refuse_check(self._optimizer())
-        if check is not None:
-            check.begin()
-        optimizer: Any = self._optimizer()
-        given: dict[str, Any] = {}
-        if options is not None:
-            given["_scaled_step"] = options
-        elif noop is not None:
-            given = {"grad_scale": None, "found_inf": noop}
+        given = self._given(scaled, noop) if self._takes_flag else {}
+        is_written = False
         self._is_stepping = True
         try:
-            if optimizer is not None:
-                vars(optimizer).update(given)
-            result = self._inner_step(*args, **kwargs)
-        finally:
+            with casts.off():
+                if given or self._step_check is not None or self._model_check is not None:
+                    result = self._step_given(given, args, kwargs)
+                else:
+                    result = self._inner_step(*args, **kwargs)
+            is_written = "_scaled_step" in given and bool(given["_scaled_step"].copies)
+        finally:  # an error in the step or in a hook ends it too
             self._is_stepping = False
-            for name in given if optimizer is not None else ():
-                vars(optimizer).pop(name, None)
-        if watch is not None and watch.fault is not None:
-            check = None  # the watch has skipped the step
-        if check is not None and check.end(self.training.properties.opt_level):
-            self._step_check = None
-        if self._model_check is not None and (self.ledger.records or self._model_check.end()):
-            self._model_check = None
+            casts.forget_weights()
+            if scaled is not None and ledger.fused is not None:
+                ledger.fused.free()
+            ledger.after_step(is_taken=True, is_written=is_written)
         return result
 
     def _refuse_step(self, *, has_closure: bool) -> None:
@@ -297,10 +221,9 @@ class OptimizerState:
             )
         if self.superseded:
             self.refuse_superseded()
-        self.ledger.refuse_scaled_elsewhere()
-        if self.ledger.is_captured is not None:
-            self._check_both_captured(self.ledger.is_captured)
-        if has_closure and self.can_skip():
+        if self.ledger.scaled_elsewhere:
+            self.ledger.refuse_scaled_elsewhere()
+        if has_closure and self.training.is_dynamic():
             raise RuntimeError(
                 "amp: step() was given a closure, but with dynamic loss scaling a step can be "
                 "skipped after the closure ran. Use a static loss_scale (or O4, O5), or call "
@@ -316,6 +239,85 @@ class OptimizerState:
                 "O4."
             )
 
+    def _refuse_part(self) -> None:
+        """Refuse the capture of a step without its block, or of a block without its step."""
+        block = self.ledger.is_captured
+        if block is None or block is self.overflow.counts.are_captured():
+            return
+        if self.training.is_dynamic() or self.params.weights or self.ledger.fused is not None:
+            captures.refuse_part(self._optimizer(), block=block)
+
+    def _refuse_read(self, passes: list[Pass]) -> None:
+        """Refuse the capture of a step that the host decides."""
+        self.overflow.counts.check_capture()
+        watched = self.observer is not None
+        if passes or watched:
+            optimizer = self._optimizer()
+            captures.refuse_read(optimizer, takes_flag=self._takes_flag, is_watched=watched)
+
+    def _take_scaled(self) -> ScaledStep | None:
+        """What a fused step reads; hooks before the step see gradients unscaled, and so does it."""
+        hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
+        if hooks or torch_optimizer._global_optimizer_pre_hooks:
+            self.ledger.unscale_delayed()
+        return self.ledger.take_for_step()
+
+    def _defer(self, passes: list[Pass], *, is_new: bool) -> torch.Tensor | None:
+        """Leave it to the device whether to skip; ``None`` where the host has to decide."""
+        flags = [one.found_inf for one in passes]
+        is_late = all([flag is not None and overflows.runs_behind(flag.device) for flag in flags])
+        if not is_late or self.observer is not None:
+            return None
+        if not self._is_fused and captures.may_leave_uninitialized(self._optimizer()):
+            return None
+        noop = self.overflow.defer(passes, is_new=is_new)
+        self.ledger.leave(passes)
+        return noop
+
+    def _tell(self, report: SkippedStep | None, passes: list[Pass], *, is_new: bool) -> None:
+        """Tell a watch what the host has decided, before gradients are freed.
+
+        It has seen what is not ``is_new``: gradients of a step that was skipped before.
+        """
+        if is_new and self.training.is_dynamic():
+            scale = float(passes[0 if report is None else report.place].scale)
+            self.observer.stepped(self._optimizer(), report is not None, scale)
+
+    def _given(self, scaled: ScaledStep | None, noop: torch.Tensor | None) -> dict[str, Any]:
+        """The attributes by which an optimizer takes a flag, for its step."""
+        if not self._is_fused:
+            return {} if noop is None else {"grad_scale": None, "found_inf": noop}
+        if scaled is not None:
+            return {"_scaled_step": replace(scaled, noop=noop)}
+        copies = self.params.for_kernel() if self.params.weights else None
+        if copies or noop is not None:
+            return {"_scaled_step": ScaledStep(1.0, noop, copies)}
+        return {}
+
+    def _step_given(self, given: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        """The optimizer's own step; watched until one that the host decided changed a master."""
+        check = None if given else self._step_check
+        watch = self.observer
+        if (check or (self._model_check and not self.params.records)) and _runtime.capturing():
+            captures.refuse_check(self._optimizer())
+        if check is not None:
+            check.begin()
+        optimizer: Any = self._optimizer()
+        try:
+            if optimizer is not None:
+                vars(optimizer).update(given)
+            result = self._inner_step(*args, **kwargs)
+        finally:
+            for name in given if optimizer is not None else ():
+                vars(optimizer).pop(name, None)
+        if watch is not None and watch.fault is not None:
+            check = None  # the watch has skipped the step
+        if check is not None and check.end(self.training.properties.opt_level):
+            self._step_check = None
+        if self._model_check is not None and (self.params.records or self._model_check.end()):
+            self._model_check = None
+        return result
+
     def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         off = casts.off()
 
@@ -328,12 +330,15 @@ class OptimizerState:
 
         self.ledger.collect()
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        self._is_stepping = True
         try:
             with off:
-                result = self._step(None, None, (evaluate, *args[1:]), rest)
+                result = self._step_given({}, (evaluate, *args[1:]), rest)
             self.overflow.read([])  # taken
         finally:
-            self._after_step(copied=False)
+            self._is_stepping = False
+            casts.forget_weights()
+            self.ledger.after_step(is_taken=True)
         return result
 
     def before_inner_step(self, inner: Any, *, has_closure: bool) -> None:
@@ -341,6 +346,7 @@ class OptimizerState:
         if self._is_stepping:
             return
         self._refuse_step(has_closure=has_closure)
+        self._refuse_part()
         if has_closure and self.use_masters:
             raise RuntimeError(
                 f"amp: step(closure) of the {type(inner).__name__} inside of a "
@@ -348,9 +354,12 @@ class OptimizerState:
                 "masters are written to the model. Call step(closure) of the object that was "
                 "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
-        self._collect()
-        is_new, passes = bool(self.ledger.passes), self.ledger.passes_of_step()
-        report = self._read(passes, is_new=is_new)
+        passes, is_new = self.ledger.take_passes()
+        if _runtime.capturing():
+            self._refuse_read(passes)
+        report = self.overflow.read(passes, is_new=is_new)
+        if self.observer is not None:
+            self._tell(report, passes, is_new=is_new)
         self._inner_is_skipped = report is not None
         if report is None:
             return
@@ -361,9 +370,11 @@ class OptimizerState:
     def after_inner_step(self) -> None:
         """Write the masters to the model after a step of the optimizer inside of a wrapper."""
         if not self._is_stepping and not self._inner_is_skipped:
-            self._after_step(copied=False)
+            casts.forget_weights()
+            self.ledger.after_step(is_taken=True)
 
-    def _skip(self, report: overflows.SkippedStep, passes: list[Pass], *, is_fused: bool) -> None:
+    def _skip(self, report: SkippedStep, passes: list[Pass], *, is_fused: bool) -> None:
+        self.ledger.leave(passes)
         self.overflow.log(report)
         # Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too.
         optimizer: Any = self._optimizer()
@@ -378,18 +389,10 @@ class OptimizerState:
             message += f" {watched or overflows.HOW_TO_WATCH}"
         if is_fused and self.ledger.fused is not None:
             self.ledger.fused.free()
-        self.ledger.after_step()
         casts.forget_weights()
+        self.ledger.after_step(is_taken=False)
         if message is not None:
             raise RuntimeError(message)
-
-    def _after_step(self, *, copied: bool) -> None:
-        if copied:  # by the step itself
-            self.params.record()
-        elif self.params.weights:
-            self.params.write()
-        self.ledger.after_step()
-        casts.forget_weights()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, and the same for the model weights behind masters."""
@@ -397,9 +400,10 @@ class OptimizerState:
         for ledger in self.ledger.with_co_owners() if self.training.shared else (self.ledger,):
             if ledger.scaled is not None:
                 ledger.unscale_delayed(check=False)
-        if self.ledger.passes and self.ledger.state is not State.OPEN:
-            overflows.check_again(self.ledger)
-        if self.params.weights and any([record.is_compiled for record in self.ledger.records]):
+        late = [one for one in self.ledger.passes if not one.is_final]
+        if late and self.ledger.state is not State.OPEN:
+            self.ledger.check_again(late)
+        if self.params.weights and any([record.is_compiled for record in self.params.records]):
             self.params.reconcile()  # the forward will not do it
         self._replaced.inner["zero_grad"](*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
@@ -436,3 +440,89 @@ def state_of(optimizer: Any) -> OptimizerState | None:
     """Return amp's record of ``optimizer``, or ``None`` if it was never initialised."""
     state = getattr(optimizer, "_amp_stash", None)
     return state if isinstance(state, OptimizerState) else None
+
+
+class Replaced:
+    """What amp has put on one optimizer: ``methods`` for its own ones, and other ``attributes``."""
+
+    def __init__(
+        self, optimizer: Any, methods: Mapping[str, Any], attributes: Mapping[str, Any]
+    ) -> None:
+        self.inner = {name: getattr(optimizer, name) for name in methods}
+        self._before = {n: v for n, v in vars(optimizer).items() if n in {*methods, *attributes}}
+        self._attributes = list(attributes)
+        self._hooks: list[Any] = []
+        self.is_on = True
+        for name, method in methods.items():
+            setattr(optimizer, name, types.MethodType(self._replacement(name, method), optimizer))
+        for name, value in attributes.items():
+            setattr(optimizer, name, value)
+
+    def _replacement(self, name: str, method: Any) -> Any:
+        """A function instead of the optimizer's ``name``, marked like the original.
+
+        The marks are those by which torch's schedulers know a step that they have wrapped.
+        """
+        inner = self.inner[name]
+
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def replacement(_: Any, *args: Any, **kwargs: Any) -> Any:
+            # a scheduler may still hold this after the optimizer was released
+            return (method if self.is_on else inner)(*args, **kwargs)
+
+        return replacement
+
+    def take_off(self, optimizer: Any) -> None:
+        """Give the optimizer its own methods and attributes back."""
+        self.is_on = False
+        for hook in self._hooks:
+            hook.remove()
+        wrapped = [
+            n for n in self.inner if not isinstance(vars(optimizer).get(n), types.MethodType)
+        ]
+        for name in (*self.inner, *self._attributes):
+            if name in wrapped:
+                continue  # wrapped by other code since: what that code holds calls through now
+            if name in self._before:
+                setattr(optimizer, name, self._before[name])
+            else:
+                vars(optimizer).pop(name, None)
+
+    def watch(self, optimizer: Any, record: weakref.ref[Any]) -> None:
+        """Put hooks on state dicts, and on steps of the optimizers inside of a wrapper."""
+
+        def before(inner: Any, args: Any, kwargs: Any) -> None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
+            if (state := record()) is not None:
+                state.before_inner_step(inner, has_closure=closure is not None)
+
+        def after(inner: Any, args: Any, kwargs: Any) -> None:
+            if (state := record()) is not None:
+                state.after_inner_step()
+
+        def forget_lookups(_: Any) -> None:
+            if (state := record()) is not None:
+                state.params.forget_lookups()
+
+        inside = optimizers_inside(optimizer)
+        for one in inside:
+            self._hooks.append(one.register_step_pre_hook(before))
+            self._hooks.append(one.register_step_post_hook(after))
+        for one in (optimizer, *inside):
+            if hasattr(one, "register_state_dict_pre_hook"):
+                self._hooks.append(one.register_state_dict_pre_hook(forget_lookups))
+
+
+def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Torch's optimizers inside of a wrapper, or of a wrapper in it, with the same groups."""
+    found: list[torch.optim.Optimizer] = []
+    wrappers = [optimizer]
+    for wrapper in wrappers:
+        for inner in list(getattr(wrapper, "__dict__", {}).values()):
+            is_known = any(inner is other for other in wrappers)
+            if is_known or getattr(inner, "param_groups", None) is not optimizer.param_groups:
+                continue
+            wrappers.append(inner)
+            if isinstance(inner, torch.optim.Optimizer):
+                found.append(inner)
+    return found

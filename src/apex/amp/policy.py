@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from apex.amp._amp_state import warn_or_err
+from apex.amp.newest import warn_or_err
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from apex.amp._amp_state import _amp_state, master_params, maybe_print
+from apex.amp.newest import _amp_state, master_params, maybe_print
 from apex.ops import _runtime
 from apex.ops.lists.unscale import unscale_
 
@@ -148,24 +148,6 @@ class LossScaler:
         self._write(CLEAN, value)
 
     @property
-    def _has_overflow(self) -> bool:
-        return self._found is not None and bool(self._found.item())
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._found = self._state.new_tensor(float(value))
-
-    @property
-    def _overflow_buf(self) -> torch.Tensor:
-        """The flag as a one-element int tensor."""
-        found = self._state.new_zeros(()) if self._found is None else self._found
-        return found.reshape(1).to(torch.int32)
-
-    @_overflow_buf.setter
-    def _overflow_buf(self, value: torch.Tensor) -> None:
-        self._found = value.detach().reshape(-1)[0].float().to(self._state.device)
-
-    @property
     def _waits_for_nothing(self) -> bool:
         """Whether reading the state is free; then the host handles the usual case."""
         return self._state.device.type == "cpu"
@@ -209,10 +191,6 @@ class LossScaler:
         self._state.copy_(numbers)
         if self._static is not None:
             self._static = float(numbers[SCALE])
-
-    def clear_overflow_state(self) -> None:
-        """Forget the evidence of the last pass."""
-        self._found = None
 
     def finish_pass(
         self, found: torch.Tensor, *, check: bool = True, before: torch.Tensor | None = None
@@ -271,6 +249,30 @@ class LossScaler:
         state = torch.where(full, grown, scale), torch.where(full, 0.0, clean), steps + counts
         self._state.copy_(torch.stack(state))
 
+    # -- what only old programs call -----------------------------------------------------------
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._found is not None and bool(self._found.item())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._found = self._state.new_tensor(float(value))
+
+    @property
+    def _overflow_buf(self) -> torch.Tensor:
+        """The flag as a one-element int tensor."""
+        found = self._state.new_zeros(()) if self._found is None else self._found
+        return found.reshape(1).to(torch.int32)
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: torch.Tensor) -> None:
+        self._found = value.detach().reshape(-1)[0].float().to(self._state.device)
+
+    def clear_overflow_state(self) -> None:
+        """Forget the evidence of the last pass."""
+        self._found = None
+
     def update_scale(self) -> bool:
         """End a pass by hand: back off or count a step, and say whether to skip; this waits."""
         overflow = self.dynamic and self._has_overflow
@@ -280,7 +282,6 @@ class LossScaler:
             self.count_step()
         return overflow
 
-    # what old programs call
     def unscale(
         self,
         model_grads: Sequence[torch.Tensor],

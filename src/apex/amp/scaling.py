@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from apex.amp._amp_state import _amp_state
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.gradients.ledger import Ledger, Pass, State
+from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.training import is_disabled, moments
@@ -87,7 +87,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
         if not states:
             return loss
         training = states[0].training
-        if training.properties.casts_functions:
+        if training.casts_functions and any(rules.REGISTRIES):
             rules.warn_of_late_registrations(training.casts(), casting.current())
         scaler = _scaler_of(states, loss, self.loss_id)
         for state in states:
@@ -125,7 +125,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
         # Stages of a pipeline get scaled gradients. A delayed pass has gradients from before.
         is_root = scaled.numel() == 1 and training.process_group is None
         self._is_root = is_root and all([ledger.scaled is None for ledger in ledgers])
-        if training.has_several():
+        if training.has_several:
             owners = training.co_owners(ledgers) if training.shared else []
             idle = [one for one in training.ledgers() if one.state is State.UNSCALED]
             self._others = [self._watch_other(one) for one in idle if one not in owners]
@@ -143,43 +143,47 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if self._off is None:
             return
-        self._off.__exit__()
-        for other, began, written, hooks in self._others:
-            for hook in hooks:
-                hook.remove()
-            if self._reached and began == other.began:  # no block of it, no zero_grad since then
-                other.record_scaled_elsewhere(written)
-        casting.forget_weights()  # a step makes cached casts stale
-        this = self._pass
-        if this is None:
-            return
-        if kind is not None:
-            this.abandon()
-            return
-        grads = [weight.grad for ledger in this.ledgers for weight in ledger.params.targets]
-        if any([grad is not None and grad.requires_grad for grad in grads]):
-            this.abandon()
-            raise RuntimeError(
-                "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling "
-                "gradients does not unscale their graph, so a penalty on p.grad would be scaled. "
-                "Take them outside of the block, of a scaled loss, so that none is too small for "
-                "16 bits, and divide: scale = 2.0**16; grads = torch.autograd.grad(loss * scale, "
-                "params, create_graph=True); grads = [g.float() / scale for g in grads]. Add the "
-                "penalty on them to the loss that goes through amp.scale_loss."
-            )
-        if self._reached == [] and self._is_root and this.has_written():
-            warnings.warn(
-                "amp.scale_loss: gradients were computed in the block, and not of the scaled loss. "
-                "They are divided by the loss scale all the same, so the step hardly changes the "
-                "weights. Call backward() of what the block yields: "
-                "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`.",
-                stacklevel=2,
-            )
-        try:
-            this.end(delayed=self.delayed, check=self.check)
-        except BaseException:  # such as out of memory
-            this.abandon(drop=True)
-            raise
+        try:  # unscaling is not cast either
+            for other, began, written, hooks in self._others:
+                for hook in hooks:
+                    hook.remove()
+                if self._reached and began == other.began:  # no block of it, no zero_grad since
+                    other.record_scaled_elsewhere(written)
+            this = self._pass
+            if this is None:
+                return
+            if kind is not None:
+                this.abandon()
+                return
+            grads = [weight.grad for ledger in this.ledgers for weight in ledger.params.targets]
+            if any([grad is not None and grad.requires_grad for grad in grads]):
+                this.abandon()
+                raise RuntimeError(_HAS_GRAPH)
+            if self._reached == [] and self._is_root and this.has_written():
+                warnings.warn(_OTHER_ROOT, stacklevel=2)
+            try:
+                this.end(delayed=self.delayed, check=self.check)
+            except BaseException:  # such as out of memory
+                this.abandon(drop=True)
+                raise
+        finally:
+            self._off.__exit__()
+            casting.forget_weights()  # a step makes cached casts stale
+
+
+_HAS_GRAPH = (
+    "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling gradients does "
+    "not unscale their graph, so a penalty on p.grad would be scaled. Take them outside of the "
+    "block, of a scaled loss, so that none is too small for 16 bits, and divide: scale = 2.0**16; "
+    "grads = torch.autograd.grad(loss * scale, params, create_graph=True); grads = [g.float() / "
+    "scale for g in grads]. Add the penalty on them to the loss that goes through amp.scale_loss."
+)
+_OTHER_ROOT = (
+    "amp.scale_loss: gradients were computed in the block, and not of the scaled loss. They are "
+    "divided by the loss scale all the same, so the step hardly changes the weights. Call "
+    "backward() of what the block yields: "
+    "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+)
 
 
 def _states(optimizers: Any) -> list[OptimizerState]:

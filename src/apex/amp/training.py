@@ -24,20 +24,27 @@ moments = itertools.count(1)  # of new trainings and of passes, to tell which wa
 class Training:
     """The models, optimizers, scalers and settings of one ``initialize`` call.
 
+    ``policy`` is, for each model, the modules that one keeps in float32; ``None`` without a policy.
     ``shared`` has ids of ledgers, by the id of a tensor that several of them step. ``last_pass`` is
     0 before the first ``scale_loss``. ``casts`` returns the function casts of its models, if any.
+
+    Attributes:
+        has_several: Whether it has, or had, several optimizers.
     """
 
     properties: Properties
     loss_scalers: list[LossScaler]
     verbosity: int
     max_skipped_steps: int
+    casts_functions: bool = False
     fused_step: bool = False
     process_group: Any = None
+    policy: list[dict[str, str]] | None = None
     shared: dict[int, set[int]] = field(default_factory=dict)
     made: int = field(default_factory=moments.__next__)
     last_pass: int = 0
     casts: Callable[[], Any] = lambda: None
+    has_several: bool = field(init=False, default=False)
     _models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = field(
         default_factory=list
     )
@@ -53,6 +60,7 @@ class Training:
     def add_ledger(self, ledger: Any) -> None:
         """Remember the gradients of one optimizer."""
         self._ledgers.append(weakref.ref(ledger))
+        self.has_several = len(self._ledgers) > 1
         self.find_shared()
 
     def ledgers(self) -> list[Any]:
@@ -73,10 +81,6 @@ class Training:
         if not all([one.last_pass < trainings[-1].made for one in trainings]):
             trainings = in_use(with_scale())
         return [self, *trainings][-1].loss_scalers
-
-    def has_several(self) -> bool:
-        """Whether it has, or had, several optimizers."""
-        return len(self._ledgers) > 1
 
     def co_owners(self, listed: Sequence[Any]) -> list[Any]:
         """The ledgers not listed whose optimizers share a parameter with one that is."""

@@ -73,6 +73,9 @@ COMMANDS = {
         "which operation of a training script made the first NaN, and why"
     ),
     "debug repro": Command("apex.cli.debugging.repro_command", "a saved report, shown again"),
+    "what-if": Command(
+        "apex.cli.what_if", "which number formats a model can be trained in, layer by layer"
+    ),
     "selftest": Command(
         "apex.selftest.command", "check that this installation computes correct numbers"
     ),

@@ -18,6 +18,8 @@ the program does not. When a step is not finite, its update is skipped and the s
 * ``explain`` chooses the replays and concludes the cause, ``update`` repeats an optimizer's update,
   ``ranks`` lets ranks explain together;
 * ``report`` is what comes out, ``reproduce`` the file with one operation that shows the fault.
+
+``what_if`` is another question: which number formats a model can be trained in.
 """
 
 from apex.debug import operations
@@ -25,6 +27,8 @@ from apex.debug.entry import watch
 from apex.debug.report import CAUSES, Report
 from apex.debug.reproduce import FileError
 from apex.debug.watch import FaultWarning, NonFiniteError, Watch, watch_of
+from apex.debug.what_if.entry import what_if
+from apex.debug.what_if.result import WhatIf
 
 __all__ = [
     "CAUSES",
@@ -33,7 +37,9 @@ __all__ = [
     "NonFiniteError",
     "Report",
     "Watch",
+    "WhatIf",
     "operations",
     "watch",
     "watch_of",
+    "what_if",
 ]

@@ -384,7 +384,7 @@ def unchanged(models: list[torch.nn.Module], optimizers: list[Any]) -> Iterator[
     amp notes no forward in between.
     """
     managed = [one._amp_stash for one in optimizers if hasattr(one, "_amp_stash")]
-    records = [record for one in managed for record in one.ledger.records]
+    records = [record for one in managed for record in one.ledger.params.records]
     for record in records:
         record.is_replayed = True
     random = random_states()

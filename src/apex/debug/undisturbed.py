@@ -1,4 +1,4 @@
-"""What a program must not notice of a replay: printed lines, warnings and random numbers."""
+"""What a program must not notice: printed lines, warnings, random numbers, changes of modules."""
 
 from __future__ import annotations
 
@@ -80,3 +80,31 @@ def _no_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.filters.remove(ignore)  # type: ignore[attr-defined]
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def unchanged(*objects: Any) -> Iterator[None]:
+    """Give modules back their attributes, and their parameters and buffers their values.
+
+    Objects that are no modules are left out. What is inside of other objects that they hold (a
+    list that grows) is not known.
+    """
+    modules = [one for one in objects if isinstance(one, torch.nn.Module)]
+    found = {id(one): one for module in modules for one in module.modules()}.values()
+    every = [one for one in found if not isinstance(one, torch.jit.ScriptModule)]
+    attributes = [(one, {**vars(one)}, {k: {**vars(one)[k]} for k in _TABLES}) for one in every]
+    tensors = [(x, x.detach().clone()) for m in modules for x in (*m.parameters(), *m.buffers())]
+    try:
+        yield
+    finally:
+        for one, before, tables in attributes:
+            vars(one).clear()
+            vars(one).update(before)
+            for name, table in tables.items():
+                before[name].clear()
+                before[name].update(table)
+        for tensor, value in tensors:
+            tensor.data.copy_(value)

@@ -9,8 +9,6 @@ the gradients were computed with, and the replay is exact.
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import threading
 import warnings
 import weakref
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 
-import apex
+from apex._program import stacklevel
 from apex.debug import ranks
 from apex.debug.attaching import put_on_model, put_on_scaler, unwrapped
 from apex.debug.calls import Call, is_transformed, stateful
@@ -30,8 +28,6 @@ from apex.debug.growth import Growth
 from apex.debug.lines import Lines
 from apex.debug.report import Report
 from apex.debug.tensors import local, non_finite, plain
-
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(apex.__file__))
 
 _MOST_CALLS = 256  # of one step
 _numbers = itertools.count()  # of watches; the same on ranks that run the same program
@@ -84,7 +80,7 @@ class Watch:
         self._number = next(_numbers)
         self._step, self._on_fault, self._skip = step, on_fault, skip
         self._patience, self._group, self._every = patience, process_group, every
-        self._warn = warn or (lambda text: warnings.warn(text, stacklevel=_depth()))
+        self._warn = warn or (lambda text: warnings.warn(text, stacklevel=stacklevel()))
         self._growth, self._lines = growth, lines
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[Any] = []
@@ -247,7 +243,7 @@ class Watch:
         if managed is not None:
             managed.observer = self
             self._undo.append(lambda: setattr(managed, "observer", None))
-            if managed.can_skip():  # amp checks gradients itself
+            if managed.training.is_dynamic():  # amp checks gradients itself
                 return
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(lambda *_: self._give_back())
@@ -375,7 +371,7 @@ class Watch:
         elif self._on_fault == "raise":
             raise NonFiniteError(report)
         else:
-            warnings.warn(report.text(), FaultWarning, stacklevel=_depth())
+            warnings.warn(report.text(), FaultWarning, stacklevel=stacklevel())
 
     def _drop(self) -> None:
         """Forget calls whose backward has come, and those whose backward does not come."""
@@ -393,11 +389,3 @@ def watch_of(optimizer: Any) -> Watch | None:
     """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
     found = _watches.get(id(optimizer))
     return found if found is not None and found._undo else None
-
-
-def _depth() -> int:
-    """How far above its caller the line of the program is, for ``warnings.warn``."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, depth = frame.f_back, depth + 1
-    return depth

@@ -16,6 +16,7 @@ The original had two sets of rules, of 2018 and of 2025. These hold here:
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,11 +26,12 @@ import torch
 
 from apex.amp import _speech
 from apex.amp.casting import cpu_float16
-from apex.amp.gradients.accumulation import write_zeros
+from apex.amp.gradients.tensors import write_zeros
 from apex.fp16_utils import checkpoint
 from apex.fp16_utils.fp16util import FP16_Module, conversion_helper, fp16_to_fp32, fp32_to_fp16
 from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, check_scale
 from apex.fp16_utils.masters import MasterOptimizer
+from apex.multi_tensor_apply import list_functions
 
 __all__ = ["FP16_Module", "FP16_Optimizer", "conversion_helper", "fp16_to_fp32", "fp32_to_fp16"]
 
@@ -88,6 +90,8 @@ class FP16_Optimizer(MasterOptimizer):
     _skipped = 0
     #: Whether gradients are checked with a static scale too.
     _always_checks = False
+    # What subclasses with a step of their own hand to multi_tensor_applier, as in the original.
+    multi_tensor_scale = staticmethod(list_functions.multi_tensor_scale)
 
     def __init__(
         self,
@@ -115,6 +119,12 @@ class FP16_Optimizer(MasterOptimizer):
             f"FP16_Optimizer: {len(self.all_fp16_params)} parameters of 16 bits with float32 "
             f"masters; {len(self.all_fp32_from_fp32_params)} others need none."
         )
+
+    @functools.cached_property
+    def _dummy_overflow_buf(self) -> torch.Tensor:
+        """The flag for ``multi_tensor_applier``."""
+        devices = [param.device for group in self.param_groups for param in group["params"][:1]]
+        return torch.zeros(1, dtype=torch.int32, device=devices[0] if devices else "cpu")
 
     def maybe_print(self, msg: str) -> None:
         """Say ``msg`` on rank 0 if ``verbose``, through the ``apex.amp`` logger."""

@@ -1,6 +1,6 @@
 """An optimizer around another one, in whose groups float32 masters stand for 16-bit parameters.
 
-The masters are those of :mod:`apex.amp.gradients.pairs`, in groups.
+The masters are those of :mod:`apex.amp.gradients.parameters`, in groups.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 
 from apex._wrapped_optimizer import WrappedOptimizer
 from apex.amp.gradients.masters import Master
-from apex.amp.gradients.pairs import Pairs
-from apex.amp.gradients.parameters import unscale_into
+from apex.amp.gradients.parameters import Pairs, unscale_into
 from apex.amp.policy import HALF_TYPES
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.unscale import multiply_

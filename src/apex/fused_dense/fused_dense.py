@@ -22,6 +22,8 @@ def _fused_dense(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """``input @ weight.T + bias``."""
+    if dense.fit(input, weight, bias):
+        return F.linear(input, weight, bias)
     dense.check("FusedDense", input, {"weight": weight}, {"bias": bias})
     return F.linear(input, weight, bias)
 
@@ -41,6 +43,8 @@ def _fused_dense_gelu_dense(
     bias2: torch.Tensor,
 ) -> torch.Tensor:
     """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
+    if dense.fit(input, weight1, bias1) and dense.fit(input, weight2, bias2, weight1.shape[0]):
+        return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]
     weights, biases = {"weight1": weight1, "weight2": weight2}, {"bias1": bias1, "bias2": bias2}
     dense.check("FusedDenseGeluDense", input, weights, biases)
     return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]

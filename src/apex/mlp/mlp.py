@@ -37,9 +37,10 @@ def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tens
         tensor([[2., 0.]])
     """
     x, weights, biases = ops.parts("mlp_function", bias, activation, args)
-    y = dense.rows(x)  # in place on a matrix: on a view autograd would copy gradients
-    for output in ops.outputs_of(y, weights, biases, activation):
-        y = output
+    y = (
+        x if x.dim() == 2 else dense.rows(x)
+    )  # in place on a matrix: on a view autograd would copy gradients
+    y = ops.output_of(y, weights, biases, activation)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -1,3 +1,5 @@
 """Operations: definition, choice of path and autograd, one file for each."""
 
-__all__: list[str] = []
+from apex.ops._thresholds import prefer
+
+__all__ = ["prefer"]

@@ -7,6 +7,7 @@ import torch
 Optional = torch.Tensor | None
 
 NARROW = (torch.float16, torch.bfloat16)
+WIDE = (torch.float32, torch.float64)
 
 
 def wide(*tensors: Optional) -> torch.dtype:
@@ -15,6 +16,15 @@ def wide(*tensors: Optional) -> torch.dtype:
         if tensor is not None and tensor.dtype == torch.float64:
             return torch.float64
     return torch.float32
+
+
+def alike(x: torch.Tensor, *others: Optional) -> bool:
+    """Whether all tensors that there are have the dtype and the device of the first."""
+    dtype, device = x.dtype, x.device
+    for other in others:
+        if other is not None and not (other.dtype == dtype and other.device == device):
+            return False
+    return True
 
 
 def to_dtype(tensor: Optional, dtype: torch.dtype) -> Optional:

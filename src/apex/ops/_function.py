@@ -48,8 +48,10 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
         """Compute; arguments as those of ``forward`` after ``ctx``."""
         if cls._own is not None:
             return cls._own.apply(*args, **kwargs)
+        if cls.autocasts or not torch._C._is_any_autocast_enabled():
+            return cls.function(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
-        if cls.autocasts or not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor):
             return cls.function(*args, **kwargs)
         with _runtime.without_autocast(x.device.type):
             return cls.function(*args, **kwargs)

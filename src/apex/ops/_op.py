@@ -29,7 +29,7 @@ from torch.library import Library, register_autograd, register_fake, register_vm
 
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError
-from apex.ops._thresholds import LEAST
+from apex.ops._thresholds import Threshold, threshold
 
 _LIBRARY = Library("apex", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -110,7 +110,10 @@ class op:  # lower case, like torch.autocast: used as a function
         #: Whether every call needs the kernel or pieces: autograd saves what the definition reads,
         #: so an operation that is not to save a tensor with a gradient never takes the definition.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
-        self.least = 1 if self.own_backward else LEAST.get(self.name, sys.maxsize)
+        always_ours = Threshold(1, 1) if self.own_backward else None
+        self.threshold = always_ours or threshold(self.name) or Threshold(sys.maxsize, sys.maxsize)
+        # Of a CPU's tensors: up to so many elements the definition computes.
+        self._above = 0 if self.own_backward else getattr(pieces, "above", sys.maxsize)
         self._find_positions()
         self._define_operators(schema, arguments)
         # For eager calls. The function is made once and what computes is chosen for each call, so
@@ -153,6 +156,23 @@ class op:  # lower case, like torch.autocast: used as a function
         )
 
     # -- forward -----------------------------------------------------------------------------------
+
+    def is_small(self, x: Any) -> bool:
+        """Whether an eager call on ``x`` is the definition because it has few elements.
+
+        Functions whose definition is one function of torch's ask this first: the answer costs one
+        frame of Python and one of torch's, a whole choice of path ten. False where autocast, a
+        graph or a test may decide otherwise.
+        """
+        return (
+            not torch.compiler.is_dynamo_compiling()
+            and not torch.compiler._is_compiling_flag  # torch.export without Dynamo
+            and type(x) in _runtime.PLAIN
+            and torch._C._get_tracing_state() is None  # sizes would be tensors
+            and x.numel() < (self.threshold.least if x.is_cuda else self._above)
+            and not _runtime._forced
+            and not torch._C._is_any_autocast_enabled()
+        )
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
@@ -206,7 +226,7 @@ class op:  # lower case, like torch.autocast: used as a function
         size, forced = x.numel(), _runtime.forced()
         if not size:
             return None
-        if (forced or size >= self.least) and self._fuses(x):
+        if (forced or size >= self.threshold.least) and self._fuses(x):
             return self._kernels()
         if self.own_backward:
             return self.pieces

@@ -1,35 +1,96 @@
 """From how many elements on an eager call on a GPU takes the kernel of an operation.
 
-Below, the definition's launches cost the host less than ours. Where it is busy anyway, as with
-small tensors, that decides; where the GPU is, bytes do. So the kernel pays from as many elements on
-as take a GPU longer to move, with the bytes that the kernel saves, than ours costs the host more.
-No number is from a GPU of ours.
+Each operation has two numbers, in ``thresholds.json`` beside this file:
+
+* ``gpu``: from there on the kernels take the GPU less time than torch's functions;
+* ``wall``: from there on a call is over sooner, for somebody who waits for it. A kernel of ours
+  costs the host more than torch's functions do, so this is the larger number.
+
+The file also says on which card, with which torch and Triton and when they were measured. ``./dev
+gpu thresholds`` measures all and writes it. ``derived`` says how a number was found that no run has
+measured yet.
 """
 
-# Medians of others. Forward plus backward in bfloat16, 4096 wide, on a B200 (Liger-Kernel,
-# benchmark/data/all_benchmark_data_cutile.csv): at 2**22 elements PyTorch takes 0.060 ms and a
-# Triton autograd function 0.212 ms, nearly all of it Python; at 2**25 they take 0.264 and 0.218 ms.
-# PyTorch's time is linear in between, about 0.03 ms + 7 ps an element, so that 0.1 ms, what a call
-# of ours costs the host, is reached near 2**23. RMS norm: H100 medians of the same collection agree
-# (bfloat16, 4096 x 1024: 0.074 against 0.300).
-PUBLISHED = {"row_norm": 2**23}
+from __future__ import annotations
 
-# Us that ours costs the host more than the definition, and bytes that it saves for each element in
-# 16 bits, both forward and backward, by benchmarks/launch_cost.py on a quiet EPYC (while others use
-# it the gaps are up to 2.5 times as large). There tiny CPU kernels take the place of the
-# definition's launches and cost the host less, so that the gap is rather too large. 0: ours costs
-# no more, and takes every size.
-MEASURED = {
-    "swiglu": (29, 76),
-    "cross_entropy": (7, 54),
-    "rotary": (0, 88),
-    "group_norm": (162, 78),
-    "scaled_softmax": (0, 86),
-    "focal_loss": (0, 295),
-    "index_mul_2d": (113, 58),
-}
-BYTES_OF_A_US = 3.35e6  # an H100's memory
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-LEAST = PUBLISHED | {
-    name: max(1, int(gap * BYTES_OF_A_US / saved)) for name, (gap, saved) in MEASURED.items()
-}
+__all__ = ["FILE", "Threshold", "prefer", "threshold"]
+
+Clock = Literal["gpu", "wall"]
+CLOCKS = get_args(Clock)
+FILE = Path(__file__).with_name("thresholds.json")
+
+
+class Threshold:
+    """Both numbers of an operation; ``least`` is the one that counts now."""
+
+    __slots__ = ("gpu", "least", "wall")
+
+    def __init__(self, gpu: int, wall: int) -> None:
+        self.gpu, self.wall = gpu, wall
+        self.least: int = getattr(self, _preferred)
+
+
+_preferred: Clock = "wall"
+_rows: dict[str, Threshold] = {}  # by operation
+
+
+def threshold(name: str) -> Threshold | None:
+    """The numbers of an operation, the same object for every caller; ``None`` if it has none."""
+    if not _rows:
+        content: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
+        _rows.update((key, Threshold(row["gpu"], row["wall"])) for key, row in content.items())
+    return _rows.get(name)
+
+
+class prefer:  # lower case, like torch.set_grad_enabled: used as a function
+    """Say which clock decides whether a call on a GPU takes apex's kernel or torch's functions.
+
+    ``"wall"``, the default, is for programs that wait for the host: they are never slower than with
+    torch's own modules. ``"gpu"`` is for trainings that keep the GPU busy, so that the host's time
+    does not show; more calls take the kernels then.
+
+    It holds for the whole process, as threads of autograd run forwards again in
+    ``torch.utils.checkpoint``. In a ``with`` block it holds until the end of the block. A backward
+    takes the path of its forward. The two paths round differently: results are equal up to
+    rounding, not bit by bit.
+
+    Args:
+        clock: ``"wall"`` or ``"gpu"``.
+
+    Raises:
+        ValueError: Another word.
+
+    Example:
+        >>> prefer("gpu")  # from now on
+        prefer('gpu')
+        >>> with prefer("wall"):  # in this block
+        ...     pass
+        >>> prefer("wall")
+        prefer('wall')
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        if clock not in CLOCKS:
+            raise ValueError(f'prefer: clock is {clock!r}; allowed are "wall" and "gpu".')
+        self.clock, self._before = clock, _preferred
+        _set(clock)
+
+    def __enter__(self) -> prefer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _set(self._before)
+
+    def __repr__(self) -> str:
+        return f"prefer({self.clock!r})"
+
+
+def _set(clock: Clock) -> None:
+    global _preferred  # noqa: PLW0603  one setting of the process
+    _preferred = clock
+    for row in _rows.values():
+        row.least = getattr(row, clock)

@@ -1,4 +1,4 @@
-"""What every fused optimizer shares: groups, gradients, the step and how it is skipped.
+"""What every fused optimizer is: groups, state, the step and how it is skipped.
 
 An optimizer is a pure update (:mod:`apex.ops`) plus a class that says which numbers it has and
 passes columns (lists of tensors). ``step`` collects the parameters that have gradients. It splits
@@ -8,15 +8,25 @@ kernel launch where Triton runs.
 **Skipping without waiting.** A tensor (``found_inf``, set by torch's ``GradScaler`` or by amp) says
 whether a gradient is not finite. On a CPU the step reads it, which costs nothing. On a device the
 kernels read it, and the step count is a tensor that is only incremented if the step was taken.
+
+**State.** Slots such as ``exp_avg`` are per parameter, float32 unless an optimizer's contract says
+otherwise, and stay so through ``load_state_dict``. The step count is per group, as in the original.
+
+**Many small tensors.** Python's time is that of passes over the lists, 3 to 17 us for 148 tensors
+each. So a step goes over its lists by functions written in C, opens no frame for a tensor, and asks
+for nothing twice (:mod:`apex.optimizers._columns`).
+
+What is refused, and the words for it, are in :mod:`apex.optimizers._checks`; checkpoints in
+:mod:`apex.optimizers._checkpoint`.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, starmap
-from typing import Any
+from itertools import chain, repeat, starmap
+from operator import methodcaller
+from typing import Any, ClassVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -26,24 +36,53 @@ from apex.ops.lists.clip import clipped
 from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.placements import is_sharded, placed
 from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
-from apex.ops.lists.storage import ScaledStep, StepOptions
-from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, are_real_and_strided
+from apex.ops.lists.storage import PLAIN, STORAGES, ScaledStep, StepOptions, Storage
+from apex.ops.lists.tensor_lists import (
+    OWN_MEMORY,
+    Scalar,
+    TensorColumn,
+    are_real_and_strided,
+)
+from apex.optimizers import _checkpoint, _checks
+from apex.optimizers import _eight_bit as eight_bit
+from apex.optimizers._columns import (
+    collected,
+    concatenated,
+    follow_written,
+    quantized,
+    versions,
+)
 from apex.optimizers._launches import (
     GroupGrads,
     Launch,
-    SplitArguments,
     count_steps,
     counted,
     joined,
+    on_device,
+    scalar,
     split,
     with_copies,
     with_grads,
+    without_missing,
 )
-from apex.optimizers._state import StatefulOptimizer
-from apex.optimizers._zero import partition
+from apex.optimizers._zero import Partition, partition
+
+_MASTERED = methodcaller("__contains__", "master_param")
+_PLAIN = OWN_MEMORY | {type(None)}  # a gradient may be missing
+# Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
+# others in the copy, and a flag that a copy makes on the device where it is.
+_NOT_COPIED = {
+    "_amp_stash",
+    "_scaled_step",
+    "_written",
+    "_dummy_overflow_buf",
+    "_begun",
+    "_apart",
+    "_shown",
+}
 
 
-class FusedOptimizer(StatefulOptimizer):
+class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers, and the arguments that they share.
 
     Each takes those that are in its signature; its own docstring has the others.
@@ -73,21 +112,54 @@ class FusedOptimizer(StatefulOptimizer):
             float64 tensor, has the negative bit, or is a ``Partial`` DTensor.
     """
 
+    # -- what a subclass says of itself ------------------------------------------------------------
+
     # How one launch is stepped, and the type of the numbers of that.
     _algorithm: Callable[[Any, Any, StepOptions], Stages | None]
     _numbers: Any
 
-    set_grad_none = True  # where an older Apex has pickled the whole optimizer
-    # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
-    # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
-    _step_supports_amp_scaling = False
-
+    #: Names of the state slots, in the order of the update.
+    slots: tuple[str, ...] = ()
+    #: Slots that are kept in the parameter's dtype, as the original does.
+    narrow_slots: tuple[str, ...] = ()
+    #: Shapes of slots that are not shaped like the weight, as functions of the parameter.
+    slot_shapes: ClassVar[Mapping[str, Callable[[torch.Tensor], Sequence[int]]]] = {}
+    #: Keys of the per-parameter state that are not slots.
+    _more_state: tuple[str, ...] = ("master_param", "low_bits", "error")
+    #: Numbers of a group that the optimizer of this name in torch.optim does not have.
+    _not_in_torch: tuple[str, ...] = ()
+    #: Keys of groups that other optimizers know, and that change what is computed.
+    _refused_keys: tuple[str, ...] = ("amsgrad", "maximize")
+    #: Whether loaded slots keep the dtype they were saved in, instead of getting a new slot's.
+    _keeps_saved_dtypes = False
+    #: Whether groups have a "step".
+    _counts_steps = True
+    #: Whether groups have ``lr`` and ``step`` as tensors on the device, for CUDA graphs.
+    _on_device = False
+    #: dtypes of the parameters that get float32 masters.
+    _mastered: frozenset[torch.dtype] = frozenset()
     #: Whether a step writes into gradients something that differs from weight to weight.
     _writes_grads = False
     #: Where arguments of ``step`` that are no longer taken still are, for the message.
     _takes_arguments = ""
     #: Whether groups of equal numbers share launches: not where a group has tensors of its own.
     _joins_groups = True
+
+    # What optimizers that an older Apex pickled whole may lack.
+    storage = "plain"
+    set_grad_none = True
+    #: The argument ``state``: the name is that of torch's dictionary.
+    _state_form = "plain"
+
+    # If True, torch's GradScaler leaves unscaling and the skip to the step. Programs react to it:
+    # Lightning refuses to clip, and accelerate takes a skipped step for one that was taken.
+    _step_supports_amp_scaling = False
+    # Set where a ZeroRedundancyOptimizer has given other ranks the other parameters.
+    _partition: Partition | None = None
+    # Addresses and sizes of gradients that share no memory with each other, of the last step.
+    _apart: tuple[Any, Any] = (None, None)
+
+    # -- construction ------------------------------------------------------------------------------
 
     def __init__(
         self,
@@ -105,13 +177,89 @@ class FusedOptimizer(StatefulOptimizer):
             )
         self.set_grad_none = set_grad_none
         self._partition = partition()
-        super().__init__(params, defaults, storage, state)
+        _checks.choice(self._name, "storage", storage, STORAGES)
+        _checks.choice(self._name, "state", state, eight_bit.STATES)
+        self.storage, self._state_form = storage, state
+        super().__init__(params, defaults)
+
+    @property
+    def _name(self) -> str:
+        """The name of the class, for messages."""
+        return type(self).__name__
+
+    @property
+    def _storage(self) -> Storage:
+        return STORAGES[self.storage]
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> torch.Tensor:
         """The flag that subclasses with a step of their own hand to ``multi_tensor_applier``."""
         devices = [param.device for group in self.param_groups for param in group["params"][:1]]
         return torch.zeros(1, dtype=torch.int32, device=devices[0] if devices else "cpu")
+
+    @functools.cached_property
+    def _written(self) -> dict[torch.Tensor, tuple[int, torch.Tensor]]:
+        """By parameter, its version at the last step, and what is stored beside it."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's copies hold only groups and state, and would lose a subclass's arguments. Hooks
+        # and methods that amp or a scheduler has replaced stay with the original, as in torch.
+        self._follow_written()
+        arguments = {
+            key: value
+            for key, value in vars(self).items()
+            if not (key in _NOT_COPIED or key.startswith("_optimizer_") or callable(value))
+        }
+        state: dict[str, Any] = super().__getstate__()
+        return {**arguments, **state}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its numbers and tensors are checked first.
+
+        A parameter that is in the group several times is stepped once, and torch warns.
+
+        Raises:
+            ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
+                number out of range. Keys of the program's own are kept.
+            RuntimeError: A parameter that cannot be stepped.
+            TypeError: A parameter is a nested tensor.
+        """
+        if isinstance(param_group, dict):
+            self._check_keys(param_group)
+            if "params" in param_group:
+                if not isinstance(param_group["params"], torch.Tensor | set):
+                    param_group = {**param_group, "params": list(param_group["params"])}
+                self._check_params(param_group["params"])
+            self._check_numbers({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        first = {id(p): place for place, p in reversed([*enumerate(group["params"])])}
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [group[key][place] for place in sorted(first.values())]
+        self._prepare(group)
+
+    def _prepare(self, group: dict[str, Any]) -> None:
+        """Make ``lr`` and ``step`` tensors where the group's parameters are, if they are to be."""
+        if self._on_device and group["params"]:
+            device = group["params"][0].device
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            step = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device)
+            group["lr"] = lr.detach().clone().reshape(())
+            group["step"] = step.detach().clone().reshape(1)
+
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments that hold for all groups; each is an attribute."""
+        return _checks.arguments(self)
+
+    def _check_keys(self, group: Mapping[str, Any]) -> None:
+        _checks.keys(self, group)
+
+    def _check_numbers(self, group: Mapping[str, Any]) -> None:
+        _checks.numbers(self._name, group)
+
+    def _check_params(self, params: Any) -> None:
+        _checks.params(self, params)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -139,12 +287,12 @@ class FusedOptimizer(StatefulOptimizer):
         try:
             return self._step(closure, historic)
         except KeyError:
-            self._check_complete()
+            _checks.complete(self)
             raise
 
     def _step(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
         scaler = historic.pop("grad_scaler", None)
-        self._refuse(historic)
+        _checks.step_arguments(self._name, historic, self._takes_arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -164,15 +312,6 @@ class FusedOptimizer(StatefulOptimizer):
         factor: Scalar = 1.0 if grad_scale is None else grad_scale.reciprocal().float()
         self.step_scaled(factor, noop, write_grads=grad_scale is not None)
         return loss
-
-    def _refuse(self, historic: Mapping[str, Any]) -> None:
-        given = [name for name, value in historic.items() if value is not None]
-        if given:
-            raise RuntimeError(
-                f"{self._name} has been updated. Simply initialize it identically to "
-                f"torch.optim's, and call step() with no arguments; {', '.join(given)} was passed."
-                f"{self._takes_arguments}"
-            )
 
     def _found_inf(self, scaler: Any) -> torch.Tensor | None:
         found = list(scaler._check_inf_per_device(self).values())
@@ -204,26 +343,37 @@ class FusedOptimizer(StatefulOptimizer):
             grads: Gradients instead of ``param.grad``, by parameter.
         """
         vars(self).pop("_scaled_step", None)  # where Dynamo traces _step, its pop is lost
-        if noop is not None and not _runtime.waits(noop.device):
-            if noop.item():
-                return
-            noop = None
-        if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
-            factor = float(factor)
+        factor, noop, is_skipped = _read(factor, noop)
+        if is_skipped:
+            return
         active = [with_grads(group, grads) for group in self.param_groups]
-        every = [param for group in self.param_groups for param in group["params"]]
-        tensors = chain(every, chain.from_iterable(one.grads for one in active))
-        plain = OWN_MEMORY.issuperset(map(type, tensors))
+        every = concatenated([group["params"] for group in self.param_groups])
+        gradients = concatenated([one.grads for one in active])
+        types = {*map(type, chain(every, gradients))}
+        if type(None) in types:
+            active = [*map(without_missing, active)]
+            gradients = concatenated([one.grads for one in active])
+        plain = types <= _PLAIN
         sharded = [] if plain else [*filter(is_sharded, every)]
-        if not plain:
+        if plain:
+            gradients = TensorColumn(gradients)
+        else:
             active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
-        gradients = [grad for one in active for grad in one.grads]
-        self._check_grads(gradients)
-        copied = own_copies(gradients) if write_grads or self._writes_grads else {}
-        active = with_copies(active, copied) if copied else active
+            gradients = [grad for one in active for grad in one.grads]
         together = joined(active, self.defaults if self._joins_groups else None, noop)
-        stepped = [param for groups in together for _, params, _ in groups for param in params]
-        self._check_stored(stepped)  # all checks before anything changes
+        # Columns are collected first: where all is uniform, gradients are known to be dense and
+        # real. Where something is missing it is made after the checks.
+        lists = collected(self, together, active, gradients, copies, makes=False)
+        if lists is None and not are_real_and_strided([gradients]):
+            _checks.gradients(self._name, gradients)
+        for one in active:  # all checks before anything changes
+            _checks.stored(self, one.params)
+        copied = self._own_copies(gradients) if write_grads or self._writes_grads else {}
+        written = gradients
+        if copied:
+            active, lists = with_copies(active, copied), None
+            together = joined(active, self.defaults if self._joins_groups else None, noop)
+            written = concatenated([one.grads for one in active])
         self._follow_written()
         self._prepare_step(active, factor, noop)
         largest = self._largest_norm()
@@ -231,7 +381,9 @@ class FusedOptimizer(StatefulOptimizer):
             factor = clipped(
                 gradients, factor, largest, over=sharded and every, partition=self._partition
             )
-        lists = [*self._lists(together, copies, plain=plain)]
+        if lists is None:
+            lists = collected(self, together, active, written, copies, makes=True)
+            assert lists is not None  # what was missing is made
         options = StepOptions(
             factor=factor,
             noop=noop,
@@ -244,6 +396,18 @@ class FusedOptimizer(StatefulOptimizer):
         if not self._writes_grads:
             write_back(gradients, copied)
         self._note_versions()
+
+    def _own_copies(self, gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Copies of gradients that an update must not write into, by position."""
+        if not (isinstance(gradients, TensorColumn) and gradients.is_uniform):
+            return own_copies(gradients)
+        # The sizes are the same object as long as the metadata are the same.
+        addresses, numels = gradients.addresses(), gradients.numels()
+        if self._apart[1] is numels and self._apart[0] == addresses:
+            return {}
+        copied = own_copies(gradients)
+        self._apart = (None, None) if copied else (addresses, numels)
+        return copied
 
     def _finish(
         self,
@@ -275,7 +439,7 @@ class FusedOptimizer(StatefulOptimizer):
             device = launch.device
             if device not in everywhere:
                 everywhere[device] = options._replace(
-                    factor=_on(options.factor, device),
+                    factor=on_device(options.factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                 )
             here = everywhere[device]
@@ -283,42 +447,95 @@ class FusedOptimizer(StatefulOptimizer):
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group
             if self._state_form == "8bit":
-                here = here._replace(quantized=self._quantized(launch, self._slots_of(group)))
+                here = here._replace(quantized=quantized(self, launch, self._slots_of(group)))
             if counters is not None:
                 group = counted(together[number], launch, counters)
             yield launch.params, self._update(group, launch, here)
 
-    def _lists(
-        self,
-        together: Sequence[list[GroupGrads]],
-        copies: Mapping[torch.Tensor, torch.Tensor] | None,
-        *,
-        plain: bool,
-    ) -> Iterator[SplitArguments]:
-        """Arguments of :func:`split`, once for all joined groups that have the same slots."""
-        kept = [self._slots_of(groups[0].group) for groups in together]
-        for slots in dict.fromkeys(kept):
-            # Groups with other slots become empty lists: `split` yields the places in `together`.
-            some = [
-                groups if its == slots else [] for groups, its in zip(together, kept, strict=True)
-            ]
-            params = [param for groups in some for _, params, _ in groups for param in params]
-            grads = [grad for groups in some for _, _, found in groups for grad in found]
-            found = self._columns(params, grads, slots, copies, plain=plain)
-            yield params, *found, [sum(len(one.params) for one in each) for each in some]
+    # -- the state of a parameter ------------------------------------------------------------------
 
-    def _check_grads(self, found: Sequence[torch.Tensor]) -> None:
-        """Raise ``RuntimeError`` if a gradient is not dense and real."""
-        if are_real_and_strided([found]):
-            return
-        for grad in found:
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{self._name} does not support sparse gradients, please consider SparseAdam "
-                    "instead (torch.optim.SparseAdam or torch.optim.SGD)."
-                )
-            if grad.is_complex():
-                raise RuntimeError(f"{self._name} does not support complex gradients.")
+    def _stepped_slots(self) -> tuple[str, ...]:
+        """The slots that a step needs now."""
+        return self.slots
+
+    def _slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The slots that a step needs of a group's parameters."""
+        return self._stepped_slots()
+
+    def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        narrow = slot in self.narrow_slots and self._storage is PLAIN
+        narrow = narrow and self._state_form == "plain"
+        return param.dtype if narrow else torch.promote_types(param.dtype, torch.float32)
+
+    def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
+        dtype = self._slot_dtype(slot, param)
+        if slot in self.slot_shapes:
+            return param.new_zeros(self.slot_shapes[slot](param), dtype=dtype)
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _is_quantized(self, slot: str, param: torch.Tensor) -> bool:
+        """Whether a slot of a parameter is quantised to 8 bits."""
+        return self._state_form == "8bit" and slot in eight_bit.CODES and eight_bit.is_held(param)
+
+    def _entries(
+        self, slot: str, value: torch.Tensor, param: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the state has for a slot of this value."""
+        return (
+            eight_bit.quantized(value, slot) if self._is_quantized(slot, param) else {slot: value}
+        )
+
+    def _states_of(
+        self, params: Sequence[torch.Tensor], slots: tuple[str, ...]
+    ) -> list[dict[str, Any]]:
+        """The states of parameters; what is missing is made."""
+        return [*map(self._state_of, params, repeat(slots))]
+
+    def _state_of(
+        self, param: torch.Tensor, slots: tuple[str, ...] | None = None
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        for slot in self._stepped_slots() if slots is None else slots:
+            if slot not in state and not eight_bit.is_code(state, slot):
+                _checks.made_in_capture(self._name, slot)
+                state.update(self._entries(slot, self._new_slot(slot, param), param))
+        storage = self._storage
+        if storage.column is not None and storage.column not in state:
+            _checks.made_in_capture(self._name, storage.column)
+            state[storage.column] = torch.zeros_like(param, dtype=storage.extra)
+        return state
+
+    def _master_or(self, param: torch.Tensor) -> torch.Tensor:
+        """The parameter's master, made now if it is to have one; else the parameter."""
+        state = self.state.get(param, {})
+        if "master_param" not in state and param.dtype in self._mastered:
+            _checks.made_in_capture(self._name, "master_param")
+            state = self.state[param]
+            master = state["master_param"] = param.detach().clone().float()
+            self._written[param] = param._version, master
+            return master
+        found: torch.Tensor = state.get("master_param", param)
+        return found
+
+    def _follow_written(self) -> None:
+        """Let what belongs to a weight follow if somebody else has written it since our last step.
+
+        The storage's column becomes 0. A master becomes the weight where it would not be rounded to
+        it. Right after loading nothing is done: model and optimizer are loaded in any order.
+        """
+        follow_written(self)
+
+    def _note_versions(self) -> None:
+        """Note the weights' versions, to see whether somebody else writes them."""
+        if self._extra_key is not None:
+            self._written = versions(self)
+
+    @property
+    def _extra_key(self) -> str | None:
+        """The key of what belongs to the weight as it was stored last."""
+        return self._storage.column or ("master_param" if self._mastered else None)
+
+    # -- what an algorithm does --------------------------------------------------------------------
 
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None
@@ -359,26 +576,59 @@ class FusedOptimizer(StatefulOptimizer):
         ]
         return kind(*numbers)
 
+    def _counted_groups(self) -> Sequence[dict[str, Any]]:
+        """The groups that have a "step"."""
+        return self.param_groups
 
-def _on(value: Scalar, device: torch.device) -> Scalar:
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch saves it."""
+        self._follow_written()
+        return _checkpoint.with_steps(self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.
+
+        Moments keep the dtype they were saved in: torch would round them to the parameter's. Those
+        that were saved in 8 bits become float32 where they are not so here, and the other way.
+
+        Raises:
+            ValueError: The groups do not fit, or the state needs what this class does not do.
+        """
+        _checkpoint.load(self, state_dict, super().load_state_dict)
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state for ``load_state_dict`` of the optimizer of this name in ``torch.optim``.
+
+        Returns:
+            A state dict with the step count at each parameter. Moments stay float32, but torch
+            rounds them to a 16-bit parameter's dtype when it loads them.
+        """
+        return _checkpoint.to_torch(self)
+
+    def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return _checkpoint.from_torch(self, state_dict)
+
+    def _check_loaded(self, loaded: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        _checkpoint.check_loaded(self, loaded, groups)
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        _checkpoint.restore(self, loaded)
+
+    def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state for ``torch.optim``."""
+        return state
+
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group for ``torch.optim``."""
+        raise NotImplementedError(f"torch.optim has no {self._name}.")
 
 
-def scalar(value: Any, device: torch.device) -> Scalar:
-    """A group's number for a kernel: a Python number, or a float32 tensor on ``device``.
-
-    What is on the host is read there: of float32 the shortest number that it can stand for, 0.001
-    and not 0.0010000000475. torch's CPU kernels compute with float64 numbers, and a learning rate
-    in a tensor (``capturable``) has to step as the same one without.
-    """
-    if not isinstance(value, torch.Tensor):
-        return float(value)
-    if _runtime.waits(value.device):
-        return value.to(device, torch.float32, non_blocking=True).reshape(())
-    exact: float = value.item()
-    if value.dtype == torch.float32:
-        for digits in (6, 7, 8):
-            short = float(f"{exact:.{digits}g}")
-            if struct.unpack("f", struct.pack("f", short))[0] == exact:
-                return short
-    return exact
+def _read(factor: Scalar, noop: torch.Tensor | None) -> tuple[Scalar, torch.Tensor | None, bool]:
+    """Read what is on the CPU; the last is whether the step is known to be skipped."""
+    if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
+        factor = float(factor)
+    if noop is None or _runtime.waits(noop.device):
+        return factor, noop, False
+    return factor, None, bool(noop.item())

@@ -14,16 +14,13 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from apex.ops.lists.placements import described, fits
-from apex.ops.lists.storage import PLAIN
 from apex.ops.lists.tensor_lists import local
 from apex.optimizers import _eight_bit as eight_bit
-from apex.optimizers._groups import GroupedOptimizer
-from apex.optimizers._zero import Partition
 
 _SHAPE = attrgetter("shape")
 # Keys that the optimizers of torch.optim keep in their groups and ours do not know. Those that
@@ -55,280 +52,231 @@ def _greatest(steps: Sequence[int | torch.Tensor]) -> int | torch.Tensor:
     return torch.cat(each).amax(0, keepdim=True)
 
 
-class SavedOptimizer(GroupedOptimizer):
-    """An optimizer that has slots, per parameter, and its own way to save and load them."""
-
-    #: Names of the state slots, in the order of the update.
-    slots: tuple[str, ...] = ()
-    #: Slots that are kept in the parameter's dtype, as the original does.
-    narrow_slots: tuple[str, ...] = ()
-    #: Shapes of slots that are not shaped like the weight, as functions of the parameter.
-    slot_shapes: ClassVar[Mapping[str, Callable[[torch.Tensor], Sequence[int]]]] = {}
-    #: Keys of the per-parameter state that are not slots.
-    _more_state: tuple[str, ...] = ("master_param", "low_bits", "error")
-    #: Numbers of a group that the optimizer of this name in torch.optim does not have.
-    _not_in_torch: tuple[str, ...] = ()
-    #: Whether loaded slots keep the dtype they were saved in, instead of getting a new slot's.
-    _keeps_saved_dtypes = False
-    #: Whether groups have a "step".
-    _counts_steps = True
-
-    # Set where a ZeroRedundancyOptimizer has given other ranks the other parameters.
-    _partition: Partition | None = None
-
-    def _counted_groups(self) -> Sequence[dict[str, Any]]:
-        """The groups that have a "step"."""
-        return self.param_groups
-
-    def _stepped_slots(self) -> tuple[str, ...]:
-        """The slots that a step needs now."""
-        return self.slots
-
-    def _slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The slots that a step needs of a group's parameters."""
-        return self._stepped_slots()
-
-    def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
-        narrow = slot in self.narrow_slots and self._storage is PLAIN
-        narrow = narrow and self._state_form == "plain"
-        return param.dtype if narrow else torch.promote_types(param.dtype, torch.float32)
-
-    def _is_quantized(self, slot: str, param: torch.Tensor) -> bool:
-        """Whether a slot of a parameter is quantised to 8 bits."""
-        return self._state_form == "8bit" and slot in eight_bit.CODES and eight_bit.is_held(param)
-
-    def _entries(
-        self, slot: str, value: torch.Tensor, param: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """What the state has for a slot of this value."""
-        return (
-            eight_bit.quantized(value, slot) if self._is_quantized(slot, param) else {slot: value}
+def refuse_others(optimizer: Any, state_dict: StateDict) -> None:
+    """Raise ``ValueError`` for a dict that no optimizer has saved."""
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ValueError(
+            f"{optimizer._name}.load_state_dict: the dict has no {' and no '.join(missing)}"
+            f" (it has {', '.join(map(str, state_dict)) or 'nothing'}). Pass what "
+            "optimizer.state_dict() returned."
         )
 
-    def _with_steps(self, saved: StateDict) -> StateDict:
-        """Give groups without parameters the greatest step of all, in a state dict.
 
-        In memory they have none: parameters that are added begin at the first step. But a rank of
-        this checkpoint may have parameters there, whose steps were counted by others.
-        """
-        numbers = {id(group): n for n, group in enumerate(self.param_groups)}
-        counted = self._counted_groups() if self._counts_steps and self._partition is None else ()
-        groups = [saved["param_groups"][numbers[id(group)]] for group in counted]
-        steps = [group["step"] for group in groups if "step" in group]
-        for group in groups if steps else ():
-            if not group["params"]:
-                group["step"] = _greatest(steps)
-        return saved
+def load(optimizer: Any, state_dict: StateDict, by_torch: Callable[[StateDict], None]) -> None:
+    """Load a state: converted and checked, then by torch, then with what that has cast put back."""
+    refuse_others(optimizer, state_dict)
+    loaded: StateDict = {}
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.
+    def convert(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+        loaded.update(optimizer._from_torch(given))
+        for group in loaded["param_groups"]:
+            optimizer._check_numbers(group)
+        optimizer._check_loaded(loaded, given["param_groups"])
+        return loaded
 
-        Moments keep the dtype they were saved in: torch would round them to the parameter's. Those
-        that were saved in 8 bits become float32 where they are not so here, and the other way.
+    def restored(_: torch.optim.Optimizer) -> None:
+        optimizer._restore(loaded)
 
-        Raises:
-            ValueError: The groups do not fit, or the state needs what this class does not do.
-        """
-        missing = [key for key in ("state", "param_groups") if key not in state_dict]
-        if missing:
-            raise ValueError(
-                f"{self._name}.load_state_dict: the dict has no {' and no '.join(missing)}"
-                f" (it has {', '.join(map(str, state_dict)) or 'nothing'}). Pass what "
-                "optimizer.state_dict() returned."
-            )
-        loaded: StateDict = {}
+    # After the user's hooks on the way in, before them on the way out.
+    before = optimizer.register_load_state_dict_pre_hook(convert)
+    after = optimizer.register_load_state_dict_post_hook(restored, prepend=True)
+    try:
+        by_torch(state_dict)
+    finally:
+        before.remove()
+        after.remove()
 
-        def convert(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
-            loaded.update(self._from_torch(given))
-            for group in loaded["param_groups"]:
-                self._check_numbers(group)
-            self._check_loaded(loaded, given["param_groups"])
-            return loaded
 
-        def restore(_: torch.optim.Optimizer) -> None:
-            self._restore(loaded)
+def with_steps(optimizer: Any, saved: StateDict) -> StateDict:
+    """Give groups without parameters the greatest step of all, in a state dict.
 
-        # After the user's hooks on the way in, before them on the way out.
-        before = self.register_load_state_dict_pre_hook(convert)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()
+    In memory they have none: parameters that are added begin at the first step. But a rank of
+    this checkpoint may have parameters there, whose steps were counted by others.
+    """
+    numbers = {id(group): n for n, group in enumerate(optimizer.param_groups)}
+    counted = (
+        optimizer._counted_groups()
+        if optimizer._counts_steps and optimizer._partition is None
+        else ()
+    )
+    groups = [saved["param_groups"][numbers[id(group)]] for group in counted]
+    steps = [group["step"] for group in groups if "step" in group]
+    for group in groups if steps else ():
+        if not group["params"]:
+            group["step"] = _greatest(steps)
+    return saved
 
-    def _saved_states(self, loaded: StateDict) -> Iterator[tuple[Any, torch.Tensor, Any]]:
-        """Yield the number of each saved parameter, the parameter here, and its saved state."""
-        saved = [number for group in loaded["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(saved, params, strict=False):  # other lengths: torch says so
-            yield number, param, loaded["state"].get(number, {})
 
-    def _check_loaded(self, loaded: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` if a saved state is another optimizer's or of another shape.
+def saved_states(optimizer: Any, loaded: StateDict) -> Iterator[tuple[Any, torch.Tensor, Any]]:
+    """Yield the number of each saved parameter, the parameter here, and its saved state."""
+    saved = [number for group in loaded["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(saved, params, strict=False):  # other lengths: torch says so
+        yield number, param, loaded["state"].get(number, {})
 
-        Args:
-            loaded: The state dict, converted.
-            groups: As they were saved, with no numbers added.
-        """
-        # Adam's state and groups contain all that Lion keeps; "eps" tells them apart.
-        strange = {"eps", "momentum"} & {key for group in groups for key in group} - {
-            *self.defaults
-        }
-        if strange and loaded["state"]:
-            raise ValueError(
-                f"{self._name}: the saved groups have {strange.pop()}, and this optimizer keeps "
-                f"{', '.join(self.defaults)}. Load the state into the kind of optimizer that saved "
-                "it."
-            )
-        # A program may keep tensors of its own beside the slots, such as an average of the weights.
-        # Where slots or numbers are missing, what looks like that is a slot of another optimizer.
-        kept = [self._slots_of(group) for group in self.param_groups for _ in group["params"]]
-        saved = [*zip(self._saved_states(loaded), kept, strict=False)]
-        numbers = self.defaults.keys() - {*self._not_in_torch}
-        is_ours = all(numbers <= group.keys() for group in groups) and any(
-            isinstance(state, Mapping) and {*slots} <= _slots_in(state)
-            for (*_, state), slots in saved
+
+def check_loaded(optimizer: Any, loaded: StateDict, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if a saved state is another optimizer's or of another shape.
+
+    Args:
+        optimizer: Whose.
+        loaded: The state dict, converted.
+        groups: As they were saved, with no numbers added.
+    """
+    # Adam's state and groups contain all that Lion keeps; "eps" tells them apart.
+    strange = {"eps", "momentum"} & {key for group in groups for key in group} - {
+        *optimizer.defaults
+    }
+    if strange and loaded["state"]:
+        raise ValueError(
+            f"{optimizer._name}: the saved groups have {strange.pop()}, and this optimizer keeps "
+            f"{', '.join(optimizer.defaults)}. Load the state into the kind of optimizer that "
+            "saved it."
         )
-        shapes = {slot: self.slot_shapes.get(slot, _SHAPE) for slot in self.slots}
-        of_codes = {eight_bit.absmax_of(slot): eight_bit.absmax_like for slot in shapes}
-        known = {*shapes, *of_codes, *map(eight_bit.codes_of, shapes), *self._more_state}
-        for (number, param, state), slots in saved:
-            own = {*(slots or self.slots)}
-            tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
-            both = param, local(param)
-            others = {tensors[key].shape for key in tensors.keys() - known}
-            foreign = not is_ours and any(x.shape in others for x in both)
-            if foreign or _slots_in(tensors) & shapes.keys() not in (set(), own):
+    # A program may keep tensors of its own beside the slots, such as an average of the weights.
+    # Where slots or numbers are missing, what looks like that is a slot of another optimizer.
+    kept = [optimizer._slots_of(group) for group in optimizer.param_groups for _ in group["params"]]
+    saved = [*zip(saved_states(optimizer, loaded), kept, strict=False)]
+    numbers = optimizer.defaults.keys() - {*optimizer._not_in_torch}
+    is_ours = all(numbers <= group.keys() for group in groups) and any(
+        isinstance(state, Mapping) and {*slots} <= _slots_in(state) for (*_, state), slots in saved
+    )
+    shapes = {slot: optimizer.slot_shapes.get(slot, _SHAPE) for slot in optimizer.slots}
+    of_codes = {eight_bit.absmax_of(slot): eight_bit.absmax_like for slot in shapes}
+    known = {*shapes, *of_codes, *map(eight_bit.codes_of, shapes), *optimizer._more_state}
+    for (number, param, state), slots in saved:
+        own = {*(slots or optimizer.slots)}
+        tensors = {key: x for key, x in state.items() if isinstance(x, torch.Tensor)}
+        both = param, local(param)
+        others = {tensors[key].shape for key in tensors.keys() - known}
+        foreign = not is_ours and any(x.shape in others for x in both)
+        if foreign or _slots_in(tensors) & shapes.keys() not in (set(), own):
+            raise ValueError(
+                f"{optimizer._name}: the saved state of parameter {number} has "
+                f"{', '.join(tensors)}, and this optimizer keeps {', '.join(sorted(own))}. "
+                "Load the state into the kind of optimizer that saved it."
+            )
+        for slot in filter(functools.partial(eight_bit.is_code, tensors), shapes):
+            if slot in tensors or eight_bit.absmax_of(slot) not in tensors:
+                missing = f'no "{eight_bit.absmax_of(slot)}"'
                 raise ValueError(
-                    f"{self._name}: the saved state of parameter {number} has "
-                    f"{', '.join(tensors)}, and this optimizer keeps {', '.join(sorted(own))}. "
-                    "Load the state into the kind of optimizer that saved it."
+                    f"{optimizer._name}: the saved {slot} of parameter {number} is in 8 bits, "
+                    f"and there is {'a float32 one too' if slot in tensors else missing}. Load "
+                    "the state as it was saved; a gathered one into an optimizer of the same "
+                    "state=."
                 )
-            for slot in filter(functools.partial(eight_bit.is_code, tensors), shapes):
-                if slot in tensors or eight_bit.absmax_of(slot) not in tensors:
-                    missing = f'no "{eight_bit.absmax_of(slot)}"'
-                    raise ValueError(
-                        f"{self._name}: the saved {slot} of parameter {number} is in 8 bits, "
-                        f"and there is {'a float32 one too' if slot in tensors else missing}. Load "
-                        "the state as it was saved; a gathered one into an optimizer of the same "
-                        "state=."
-                    )
-            for key in tensors.keys() & known:
-                shape = tuple(tensors[key].shape)
-                if shape not in [tuple({**shapes, **of_codes}.get(key, _SHAPE)(x)) for x in both]:
-                    raise ValueError(
-                        f"{self._name}: the saved {key} of parameter {number} has shape {shape}, "
-                        f"and the parameter {tuple(param.shape)}. Load the state into the model "
-                        "that it was saved with."
-                    )
-                if key not in {*self.slot_shapes, *of_codes} and not fits(param, tensors[key]):
-                    raise ValueError(
-                        f"{self._name}: the saved {key} of parameter {number} is "
-                        f"{described(tensors[key])}, and the parameter is {described(param)}. Save "
-                        "and load with torch.distributed.checkpoint, which brings states to the "
-                        "placements of this run."
-                    )
+        for key in tensors.keys() & known:
+            shape = tuple(tensors[key].shape)
+            if shape not in [tuple({**shapes, **of_codes}.get(key, _SHAPE)(x)) for x in both]:
+                raise ValueError(
+                    f"{optimizer._name}: the saved {key} of parameter {number} has shape {shape}, "
+                    f"and the parameter {tuple(param.shape)}. Load the state into the model "
+                    "that it was saved with."
+                )
+            if key not in {*optimizer.slot_shapes, *of_codes} and not fits(param, tensors[key]):
+                raise ValueError(
+                    f"{optimizer._name}: the saved {key} of parameter {number} is "
+                    f"{described(tensors[key])}, and the parameter is {described(param)}. Save "
+                    "and load with torch.distributed.checkpoint, which brings states to the "
+                    "placements of this run."
+                )
 
-    def _restore(self, loaded: StateDict) -> None:
-        """Put back what torch has cast."""
-        for _, param, state in self._saved_states(loaded):
-            for key, value in state.items():
-                if key in (*self.slots, *self._more_state) and isinstance(value, torch.Tensor):
-                    keeps = self._keeps_saved_dtypes or key not in self.slots
-                    dtype = value.dtype if keeps else self._slot_dtype(key, param)
-                    value = value.detach().to(param.device, dtype, copy=True)
-                    entries = self._entries(key, value, param)
-                    if key not in entries:
-                        del self.state[param][key]
-                    self.state[param].update(entries)
-            self._restore_codes(param, state)
-            for key in {"low_bits", "error"} - {self._storage.column}:
-                self.state.get(param, {}).pop(key, None)
-        for group in self.param_groups:
-            if isinstance(group.get("step"), torch.Tensor) and group["params"]:
-                group["step"] = group["step"].to(group["params"][0].device)
-            if not group["params"] and self._partition is None:
-                group.pop("step", None)  # see _with_steps
-            self._prepare(group)
 
-    def _restore_codes(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        for slot in filter(functools.partial(eight_bit.is_code, state), self.slots):
-            here, names = self.state[param], eight_bit.names_of(slot)
+def restore(optimizer: Any, loaded: StateDict) -> None:
+    """Put back what torch has cast."""
+    for _, param, state in saved_states(optimizer, loaded):
+        for key, value in state.items():
+            if key in (*optimizer.slots, *optimizer._more_state) and isinstance(
+                value, torch.Tensor
+            ):
+                keeps = optimizer._keeps_saved_dtypes or key not in optimizer.slots
+                dtype = value.dtype if keeps else optimizer._slot_dtype(key, param)
+                value = value.detach().to(param.device, dtype, copy=True)
+                entries = optimizer._entries(key, value, param)
+                if key not in entries:
+                    del optimizer.state[param][key]
+                optimizer.state[param].update(entries)
+        _restore_codes(optimizer, param, state)
+        for key in {"low_bits", "error"} - {optimizer._storage.column}:
+            optimizer.state.get(param, {}).pop(key, None)
+    for group in optimizer.param_groups:
+        if isinstance(group.get("step"), torch.Tensor) and group["params"]:
+            group["step"] = group["step"].to(group["params"][0].device)
+        if not group["params"] and optimizer._partition is None:
+            group.pop("step", None)  # see _with_steps
+        optimizer._prepare(group)
+
+
+def _restore_codes(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+    for slot in filter(functools.partial(eight_bit.is_code, state), optimizer.slots):
+        here, names = optimizer.state[param], eight_bit.names_of(slot)
+        for name in names:
+            here[name] = state[name].detach().to(param.device, copy=True)
+        if not optimizer._is_quantized(slot, param):
+            here[slot] = eight_bit.value_of(here, slot).to(optimizer._slot_dtype(slot, param))
             for name in names:
-                here[name] = state[name].detach().to(param.device, copy=True)
-            if not self._is_quantized(slot, param):
-                here[slot] = eight_bit.value_of(here, slot).to(self._slot_dtype(slot, param))
-                for name in names:
-                    del here[name]
+                del here[name]
 
-    # -- torch.optim -------------------------------------------------------------------------------
 
-    def _from_torch(self, state_dict: StateDict) -> StateDict:
-        """Convert a state dict of ``torch.optim``, whose steps are per parameter; ours stays.
+def from_torch(optimizer: Any, state_dict: StateDict) -> StateDict:
+    """Convert a state dict of ``torch.optim``, whose steps are per parameter; ours stays.
 
-        Raises:
-            ValueError: It was saved with what this class does not do, or at different steps.
-        """
-        groups = []
-        states = {
-            number: dict(state) if isinstance(state, Mapping) else state  # or a user's own
-            for number, state in state_dict["state"].items()
-        }
-        for saved in state_dict["param_groups"]:
-            group = dict(saved)
-            for key in _REFUSED & group.keys() - self.defaults.keys():
-                if group.pop(key):
-                    raise ValueError(
-                        f"{self._name}: the state was saved with {key}=True, which this optimizer "
-                        "does not support."
-                    )
-            for key in _FOREIGN & group.keys() - self.defaults.keys():
-                group.pop(key)
-            steps = {
-                float(states[number].pop("step"))
-                for number in group["params"]
-                if "step" in states.get(number, {})
-            }
-            steps = steps if self._counts_steps else set()
-            if len(steps) > 1:
+    Raises:
+        ValueError: It was saved with what this class does not do, or at different steps.
+    """
+    groups = []
+    states = {
+        number: dict(state) if isinstance(state, Mapping) else state  # or a user's own
+        for number, state in state_dict["state"].items()
+    }
+    for saved in state_dict["param_groups"]:
+        group = dict(saved)
+        for key in _REFUSED & group.keys() - optimizer.defaults.keys():
+            if group.pop(key):
                 raise ValueError(
-                    f"{self._name}: the saved parameters of one group are at different steps "
-                    f"({sorted(steps)}), and this optimizer counts per group. Put them into "
-                    "different groups."
+                    f"{optimizer._name}: the state was saved with {key}=True, which this optimizer "
+                    "does not support."
                 )
-            if steps and "step" not in group:
-                group["step"] = int(steps.pop())
-            defaults = {key: value for key, value in self.defaults.items() if key != "lr"}
-            groups.append({**defaults, **group})
-        return {**state_dict, "state": states, "param_groups": groups}
+        for key in _FOREIGN & group.keys() - optimizer.defaults.keys():
+            group.pop(key)
+        steps = {
+            float(states[number].pop("step"))
+            for number in group["params"]
+            if "step" in states.get(number, {})
+        }
+        steps = steps if optimizer._counts_steps else set()
+        if len(steps) > 1:
+            raise ValueError(
+                f"{optimizer._name}: the saved parameters of one group are at different steps "
+                f"({sorted(steps)}), and this optimizer counts per group. Put them into "
+                "different groups."
+            )
+        if steps and "step" not in group:
+            group["step"] = int(steps.pop())
+        defaults = {key: value for key, value in optimizer.defaults.items() if key != "lr"}
+        groups.append({**defaults, **group})
+    return {**state_dict, "state": states, "param_groups": groups}
 
-    def torch_state_dict(self) -> StateDict:
-        """The state for ``load_state_dict`` of the optimizer of this name in ``torch.optim``.
 
-        Returns:
-            A state dict with the step count at each parameter. Moments stay float32, but torch
-            rounds them to a 16-bit parameter's dtype when it loads them.
-        """
-        saved, groups = self.state_dict(), []
-        states = saved["state"]
-        for group in saved["param_groups"]:
-            group = dict(group)
-            step = group.pop("step", 0)
-            for number in {*group["params"]} & states.keys():
-                # tensors would be shared
-                state = eight_bit.widened(copy.deepcopy(states[number]))
-                state = {key: state[key] for key in state if key not in self._more_state}
-                if self._counts_steps:
-                    state["step"] = torch.tensor(float(step), device="cpu", dtype=torch.float32)
-                states[number] = self._torch_state(state)
-            groups.append(self._torch_group(group))
-        return {"state": states, "param_groups": groups}
+def to_torch(optimizer: Any) -> StateDict:
+    """The state for ``load_state_dict`` of the optimizer of this name in ``torch.optim``.
 
-    def _torch_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state for ``torch.optim``."""
-        return state
-
-    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group for ``torch.optim``."""
-        raise NotImplementedError(f"torch.optim has no {self._name}.")
+    Returns:
+        A state dict with the step count at each parameter. Moments stay float32, but torch
+        rounds them to a 16-bit parameter's dtype when it loads them.
+    """
+    saved, groups = optimizer.state_dict(), []
+    states = saved["state"]
+    for group in saved["param_groups"]:
+        group = dict(group)
+        step = group.pop("step", 0)
+        for number in {*group["params"]} & states.keys():
+            # tensors would be shared
+            state = eight_bit.widened(copy.deepcopy(states[number]))
+            state = {key: state[key] for key in state if key not in optimizer._more_state}
+            if optimizer._counts_steps:
+                state["step"] = torch.tensor(float(step), device="cpu", dtype=torch.float32)
+            states[number] = optimizer._torch_state(state)
+        groups.append(optimizer._torch_group(group))
+    return {"state": states, "param_groups": groups}

@@ -11,15 +11,16 @@ are edited.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count, groupby, repeat
+from itertools import count, groupby
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.tensor_lists import of_one_kind
+from apex.ops.lists.tensor_lists import Scalar, of_one_kind, piece
 from apex.ops.updates.adam import DeviceSteps
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
@@ -47,17 +48,23 @@ class GroupGrads(NamedTuple):
 def with_grads(
     group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
 ) -> GroupGrads:
-    """The group with those of its parameters that have a gradient."""
+    """The group with the gradients of all its parameters; ``None`` for those that have none."""
     params = group["params"]
     found: list[Any]
     if grads is None:
         found = [*map(_GRAD, params)]
+    elif len(grads) == len(params) and all(map(is_, grads, params)):
+        found = [*grads.values()]
     else:
         found = [grads.get(param, param.grad) for param in params]
-    if any(map(is_, found, repeat(None))):
-        params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
-        found = [grad for grad in found if grad is not None]
     return GroupGrads(group, params, found)
+
+
+def without_missing(one: GroupGrads) -> GroupGrads:
+    """The group with those of its parameters that have a gradient."""
+    pairs = zip(one.params, one.grads, strict=True)
+    params = [param for param, grad in pairs if grad is not None]
+    return GroupGrads(one.group, params, [grad for grad in one.grads if grad is not None])
 
 
 def with_copies(
@@ -230,10 +237,11 @@ def split(
     if is_uniform or (extra is None and of_one_kind(columns)):
         start = 0
         for number, size in enumerate(sizes):
-            part = slice(start, start := start + size)
+            first, start = start, start + size
             if size:
-                some: Any = None if extra is None else list(extra[part])
-                yield number, Launch(list(params[part]), [list(x[part]) for x in columns], some)
+                some: Any = None if extra is None else piece(extra, first, start)
+                own = [piece(column, first, start) for column in columns]
+                yield number, Launch(piece(params, first, start), own, some)
         return
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     kinds = zip(
@@ -250,3 +258,27 @@ def split(
         listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
         some = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
         yield owners[chosen[0]], Launch(listed, picked, some or None)
+
+
+def on_device(value: Scalar, device: torch.device) -> Scalar:
+    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+
+def scalar(value: Any, device: torch.device) -> Scalar:
+    """A group's number for a kernel: a Python number, or a float32 tensor on ``device``.
+
+    What is on the host is read there: of float32 the shortest number that it can stand for, 0.001
+    and not 0.0010000000475. torch's CPU kernels compute with float64 numbers, and a learning rate
+    in a tensor (``capturable``) has to step as the same one without.
+    """
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if _runtime.waits(value.device):
+        return value.to(device, torch.float32, non_blocking=True).reshape(())
+    exact: float = value.item()
+    if value.dtype == torch.float32:
+        for digits in (6, 7, 8):
+            short = float(f"{exact:.{digits}g}")
+            if struct.unpack("f", struct.pack("f", short))[0] == exact:
+                return short
+    return exact

@@ -11,7 +11,7 @@ from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
-from apex.optimizers._groups import HALF
+from apex.optimizers._checks import HALF
 
 
 class FusedAdam(FusedOptimizer):
@@ -33,9 +33,11 @@ class FusedAdam(FusedOptimizer):
         max_grad_norm: As in the base, for scripts of BERT's time.
         eps_inside_sqrt: Not supported; here because such scripts pass ``False``.
         use_mt: Ignored: all tensors are in one launch in any case.
+        grad_averaging: Of FusedLAMB and FusedNovoGrad; here for the error alone.
 
     Raises:
         RuntimeError: ``master_weights`` without ``capturable``, or ``eps_inside_sqrt``.
+        TypeError: ``grad_averaging``.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -49,6 +51,7 @@ class FusedAdam(FusedOptimizer):
     _algorithm, _numbers = staticmethod(adam_), Adam
     adam_w_mode, eps_inside_sqrt, use_mt, max_grad_norm = True, False, False, 0.0
     capturable = master_weights = False
+    grad_averaging: bool | None = None
     _not_in_torch = ("bias_correction",)
     _takes_arguments = " apex.contrib.optimizers.FusedAdam still takes them."
     # Subclasses with a step of their own call these, as in the original.
@@ -77,7 +80,14 @@ class FusedAdam(FusedOptimizer):
         eps_inside_sqrt: bool = False,
         use_mt: bool = False,
         state: str = "plain",
+        grad_averaging: bool | None = None,
     ) -> None:
+        if grad_averaging is not None:
+            raise TypeError(
+                f"FusedAdam has no grad_averaging={grad_averaging!r}: a gradient always enters the "
+                "first moment by 1 - beta1. Leave it out, or use FusedLAMB or FusedNovoGrad, which "
+                "have it."
+            )
         if eps_inside_sqrt:
             raise RuntimeError(
                 "FusedAdam does not support eps_inside_sqrt=True. The FusedAdam of "

@@ -24,6 +24,7 @@ from apex.ops.lists.tensor_lists import Scalar, local
 from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.muon import Muon, begin_, finish_
 from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._checks import tensors_of
 from apex.optimizers._launches import GroupGrads, Launch
 from apex.optimizers._owners import Batch, Matrix, legs, orthogonalize, planned
 
@@ -202,7 +203,7 @@ class FusedMuon(FusedOptimizer):
             )
         params = group["params"]
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._tensors(listed)  # raises
+        tensors_of(self._name, listed)  # raises
         entries: dict[str, list[Any]] = {} if listed else {group.get("algorithm", "muon"): []}
         for entry in listed:
             name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +14,7 @@ from apex.ops.lists.stages import Kind
 from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
 from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_stages
 from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._checkpoint import saved_states
 from apex.optimizers._eight_bit import is_code
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
@@ -23,9 +26,11 @@ class FusedNovoGrad(FusedOptimizer):
 
     See :mod:`apex.ops.updates.novograd` for the formula. Moments are kept in the parameter's dtype,
     as in the original; float32 with a ``storage``. The state of a parameter has its norm as
-    ``"norm"``. ``group["exp_avg_sq"]`` shows copies (of norms, not their squares): a float32 vector
-    for the float16 parameters that were stepped so far, one for the float32 ones, then, if there
-    are any, for bfloat16 and float64. A checkpoint has them there alone.
+    ``"norm"``. ``group["exp_avg_sq"]`` shows them (norms, not their squares): a float32 vector for
+    the float16 parameters that were stepped so far, one for the float32 ones, then, if there are
+    any, for bfloat16 and float64. As in the original a step writes into these vectors; where norms
+    do not lie one behind the other, as those of parameters that came later, they are copies of this
+    step. A checkpoint has them there alone.
 
     The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 
@@ -52,6 +57,8 @@ class FusedNovoGrad(FusedOptimizer):
     slot_shapes: ClassVar[dict[str, Any]] = {"norm": lambda param: ()}
     narrow_slots = ("exp_avg",)
     reg_inside_moment, moment_mode = False, 1
+    # What groups show since the norms were looked at last: the lists, and the tensors in them.
+    _shown: Sequence[Any] = ()
     _algorithm, _numbers = staticmethod(novograd_stages), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
@@ -158,10 +165,18 @@ class FusedNovoGrad(FusedOptimizer):
                 if "norm" in state:
                     state["norm"] = state["norm"].to(param.device)
         super().step_scaled(factor, noop, **options)
-        self._show_norms()
+        seen = self._seen()
+        if len(seen) != len(self._shown) or not all(map(is_, seen, self._shown)):
+            self._show_norms()
+
+    def _seen(self) -> list[Any]:
+        """What groups have under "exp_avg_sq", and the norms of all states."""
+        shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
+        return [*shown, *chain(*shown), *[state.get("norm") for state in self.state.values()]]
 
     def _show_norms(self) -> None:
-        """Copy the norms to the groups, where the original has them."""
+        """Have the groups show the norms, where the original has them."""
+        are_shared = True
         for group in self.param_groups:
             norms: dict[torch.dtype, list[torch.Tensor]] = {kind: [] for kind in KINDS}
             states = [self.state.get(param, {}) for param in group["params"]]
@@ -171,9 +186,12 @@ class FusedNovoGrad(FusedOptimizer):
             kinds = KINDS if norms[KINDS[2]] or norms[KINDS[3]] else KINDS[:2]
             if any(norms.values()):
                 device = group["params"][0].device
-                group["exp_avg_sq"] = [_copied(norms[kind], device) for kind in kinds]
+                group["exp_avg_sq"] = [_vector(norms[kind], device) for kind in kinds]
+                both = zip(group["exp_avg_sq"], map(norms.__getitem__, kinds), strict=True)
+                are_shared = are_shared and all(_shares(*each) for each in both)
             elif not any(map(_is_begun, states)):  # the state was cleared
                 group.pop("exp_avg_sq", None)
+        self._shown = self._seen() if are_shared else ()
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch saves it; norms are in the groups, as in the original.
@@ -192,7 +210,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _from_torch(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Give each parameter its norm: by dtype, or in order if those saved have one dtype."""
         found = super()._from_torch(state_dict)
-        dtypes = {number: param.dtype for number, param, _ in self._saved_states(found)}
+        dtypes = {number: param.dtype for number, param, _ in saved_states(self, found)}
         for group in found["param_groups"]:
             _split_norms(group, found["state"], dtypes)
             group.pop("exp_avg_sq", None)
@@ -204,14 +222,19 @@ class FusedNovoGrad(FusedOptimizer):
         self._show_norms()
 
 
-def _copied(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A vector of norms that may be anywhere."""
+def _vector(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A vector of norms that may be anywhere: their own memory, if that is one piece there."""
     if not norms:
         return torch.zeros(0, dtype=torch.float32, device=device)
     norms = local_parts(norms)
     if any(norm.device != device for norm in norms):
         norms = [norm.to(device, non_blocking=True) for norm in norms]
-    return as_vector(norms).clone()
+    return as_vector(norms)
+
+
+def _shares(vector: torch.Tensor, norms: Sequence[torch.Tensor]) -> bool:
+    """Whether a vector of :func:`_vector` is the memory of the norms."""
+    return not norms or vector.data_ptr() == local_parts(norms)[0].data_ptr()
 
 
 def _is_begun(state: Mapping[str, Any]) -> bool:

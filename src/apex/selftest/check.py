@@ -21,7 +21,7 @@ import torch
 from apex.ops import _runtime
 from apex.selftest import tolerance
 
-__all__ = ["PATHS", "Check", "Measured", "Pair", "Result", "Setting"]
+__all__ = ["PATHS", "Check", "Measured", "Pair", "Planned", "Result", "Setting"]
 __all__ += ["carry_out", "is_lost", "joined", "one_rounding", "same"]
 
 # Ways to compute, and the word that `apex.ops._runtime.use` has for each.
@@ -67,13 +67,29 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: ``area`` and ``name``, for people; whether it needs a ``gpu``."""
+    """One line of the report.
+
+    Attributes:
+        area: For people.
+        name: For people; no other check of the area has it.
+        run: What measures.
+        paths: The ways in which it is run.
+        gpu: Whether it needs one.
+        rare: Whether only ``--all`` runs it.
+        subject: What it computes with, if that is not its name. Checks of the same one launch the
+            same kernels: one process runs them, so that each kernel is compiled once.
+    """
 
     area: str
     name: str
     run: Callable[[Setting], Iterable[Measured]]
     paths: tuple[str, ...] = tuple(PATHS)
     gpu: bool = False
+    rare: bool = False
+    subject: str = ""
+
+
+Planned = tuple[Check, Setting]
 
 
 @dataclass(frozen=True)

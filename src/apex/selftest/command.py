@@ -12,8 +12,9 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ import torch
 from apex.cli.command_line import UsageError
 from apex.cli.options import (
     add_device,
+    at_least,
     check_file,
     environment,
     pick_device,
     terminated_like_interrupted,
     unique,
 )
-from apex.cli.tables import NOTHING, aligned, save
+from apex.cli.tables import NOTHING, aligned
 from apex.info import machine
 from apex.ops import _runtime
 from apex.selftest import gpu, ops, optimizers, training
@@ -36,11 +38,12 @@ from apex.selftest.check import (
     PATHS,
     Check,
     Measured,
+    Planned,
     Result,
     Setting,
-    carry_out,
-    is_lost,
 )
+from apex.selftest.record import Progress, Record, clear
+from apex.selftest.spread import LIMITS, processes_for, serially, spread
 
 __all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
 
@@ -54,8 +57,7 @@ HELP = (
 INTERPRET = "TRITON_INTERPRET"
 VARIABLES = ("TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "NVIDIA_", "OMP_", "THP_")  # beginnings
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
-CLEAR = "\r\x1b[K"  # of a terminal's line
-PAUSE = 5.0  # seconds between lines that say what runs, where there is no terminal
+SAVED = 1.0  # seconds between two files, where a check ends no more than its own process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file to write, after each check (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--only", default="", metavar="TEXT",
-        help='checks with this in their name or area, e.g. --only "layer norm, bf16"',
+        "--only", action="append", default=[], metavar="TEXT",
+        help='checks with this in their name or area, e.g. --only "layer norm, bf16"; may be given '
+        "several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--all", action="store_true",
+        help="every variant of the optimizers' formulas, and float16 beside bfloat16",
+    )  # fmt: skip
+    parser.add_argument(
+        "--processes", type=at_least(0), metavar="N",
+        help="how many there are at a time (default: one for each core, at most 8); 0: all checks "
+        "in this one, for a debugger",
     )  # fmt: skip
 
 
@@ -76,46 +88,72 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     check_file("--json", args.json)
     device, why_not = _choose(device)
-    planned = plan(device, kernels=why_not is None, only=args.only)
-    if not planned:
-        raise UsageError(f"--only {args.only!r}: no check has this in its name")
+    make = partial(
+        plan, device, kernels=why_not is None, only=tuple(args.only), everything=args.all
+    )
+    planned = make()
+    for text in args.only:
+        if not any(_matches(check, [text]) for check, _ in planned):
+            raise UsageError(f"--only {text!r}: no check has this in its name")
+    processes = processes_for(device) if args.processes is None else args.processes
+    record = Record(planned, _content(args, device, why_not, planned, processes), args.json)
+    began = time.monotonic()
+    with terminated_like_interrupted():
+        interrupted = True
+        with suppress(KeyboardInterrupt), Progress(record):
+            _carry_out(record, make, processes, why_not)
+            interrupted = False
+        with suppress(KeyboardInterrupt):
+            record.save()
+            show(record, time.monotonic() - began, gpu=device.type == "cuda")
+            print(f"In {args.json}; it has all that a report of a problem needs.")
+    right = record.complete and all(one.status == "right" for one in record.in_order())
+    return INTERRUPTED if interrupted else OK if right else FAILED
+
+
+def _content(
+    args: argparse.Namespace,
+    device: torch.device,
+    why_not: str | None,
+    planned: Sequence[Planned],
+    processes: int,
+) -> dict[str, Any]:
+    """What the file has beside results."""
     ran = "compiled" if device.type == "cuda" else "in Triton's interpreter, on the CPU"
     variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
     here = {"tools": machine.cuda(), "variables": variables, "command": sys.argv[1:]}
-    content: dict[str, Any] = {
+    return {
         "format": "apex selftest 1",
         "environment": {**environment(device), **here},
         "kernels": ran if why_not is None else f"not run: {why_not}",
         "planned": len(planned),
+        "every variant": bool(args.all or args.only),
+        "processes": processes,
         "complete": False,
     }
-    if why_not is None:  # now: Triton makes an ImportError of a Ctrl-C, and stays half imported
-        importlib.import_module("triton.language")
-    results: list[Result] = []
-    said = time.monotonic()
-    with terminated_like_interrupted():
-        interrupted = True
-        with suppress(KeyboardInterrupt):
-            for number, (check, setting) in enumerate(planned):
-                # The check that runs while a file is the newest: what a crash leaves.
-                content["next"] = f"{check.name} ({setting.path})"
-                save({**content, "checks": [one.as_json() for one in results]}, args.json)
-                running = f"{number + 1}/{len(planned)}  {check.area}: {content['next']}"
-                said = show_running(running, said)
-                results.append(carry_out(check, setting))
-                if results[-1].status != "right":
-                    show_failed(results[-1])
-                if results[-1].status == "raised" and is_lost(device):
-                    break
-            interrupted = False
-        with suppress(KeyboardInterrupt):
-            if len(results) == len(planned):
-                content.update(complete=True, next=None)
-            save({**content, "checks": [one.as_json() for one in results]}, args.json)
-            show(results, content, gpu=device.type == "cuda")
-            print(f"In {args.json}; it has all that a report of a problem needs.")
-    right = content["complete"] and all(result.status == "right" for result in results)
-    return INTERRUPTED if interrupted else OK if right else FAILED
+
+
+def _carry_out(
+    record: Record, make: Callable[[], list[Planned]], processes: int, why_not: str | None
+) -> None:
+    """Carry out what is planned, keep each result, and say at once what has failed."""
+
+    def begin(number: int) -> None:
+        record.begin(number)
+        record.save(after=SAVED if processes else 0.0)  # here a check may end this process
+
+    if processes:
+        results = spread(make, begin, processes, LIMITS[record.planned[0][1].device.type])
+    else:
+        if why_not is None:  # now: Triton makes an ImportError of a Ctrl-C, half imported for ever
+            importlib.import_module("triton.language")
+        results = serially(record.planned, begin)
+    with closing(results):
+        for number, result in results:
+            record.end(number, result)
+            if result.status != "right":
+                clear()
+                print(_failure(result), file=sys.stderr)
 
 
 def _choose(device: torch.device) -> tuple[torch.device, str | None]:
@@ -140,49 +178,38 @@ def every_check() -> Iterator[Check]:
         yield from module.checks()
 
 
-def plan(device: torch.device, *, kernels: bool, only: str = "") -> list[tuple[Check, Setting]]:
-    """The checks with ``only`` in area or name, on each path; ``kernels`` says if these can run."""
+def plan(
+    device: torch.device, *, kernels: bool, only: Sequence[str] = (), everything: bool = True
+) -> list[Planned]:
+    """The checks, each on its paths.
+
+    Args:
+        device: Where they run.
+        kernels: Whether kernels can run there.
+        only: Texts of which one has to be in area or name; then rare checks count, too.
+        everything: Whether rare checks are wanted without being named.
+    """
     return [
         (check, Setting(device, path))
         for check in every_check()
-        if only.lower() in f"{check.area}: {check.name}".lower()
+        if (_matches(check, only) if only else everything or not check.rare)
         if not check.gpu or device.type == "cuda"
         for path in check.paths
         if path != "kernels" or kernels
     ]
 
 
+def _matches(check: Check, texts: Iterable[str]) -> bool:
+    name = f"{check.area}: {check.name}".lower()
+    return any(text.lower() in name for text in texts)
+
+
 # --- output: torch is enough for it ---------------------------------------------------------------
 
 
-def show_running(what: str, said: float) -> float:
-    """Name the check that runs: in a terminal's line, or elsewhere in a line each 5 seconds.
-
-    ``said`` is when the last line was printed; the result is that of the next call.
-    """
-    if sys.stderr.isatty():
-        print(f"{CLEAR}{what[:79]}", end="", file=sys.stderr, flush=True)
-    elif (now := time.monotonic()) - said >= PAUSE:
-        print(what, file=sys.stderr, flush=True)
-        return now
-    return said
-
-
-def clear_running() -> None:
-    """Clear a terminal's line."""
-    if sys.stderr.isatty():
-        print(CLEAR, end="", file=sys.stderr, flush=True)
-
-
-def show_failed(result: Result) -> None:
-    """Say at once that a check has failed."""
-    clear_running()
-    print(_failure(result), file=sys.stderr)
-
-
-def show(results: Sequence[Result], content: dict[str, Any], *, gpu: bool) -> None:
+def show(record: Record, seconds: float, *, gpu: bool) -> None:
     """Print where it ran, a table of each area, everything that failed, and what was not run."""
-    clear_running()
+    content, results = record.content, record.in_order()
     here = content["environment"]
     versions = ", ".join(f"{name} {here['versions'][name]}" for name in ("apex", "torch", "triton"))
     print(f"{here['device']['name']} ({here['device']['device']}), {versions}")
@@ -190,10 +217,11 @@ def show(results: Sequence[Result], content: dict[str, Any], *, gpu: bool) -> No
         print("", area, *aligned(_rows([r for r in results if r.area == area], gpu)), sep="\n")
     failed = [result for result in results if result.status != "right"]
     print("", *map(_failure, failed), sep="\n")
-    if not content["complete"]:
+    if not record.complete:
         print(f"INCOMPLETE: {len(results)} of {content['planned']} checks")
-    seconds = sum(result.seconds for result in results)
     print(f"{len(results)} checks in {seconds:.0f} s, {len(failed)} failed.")
+    if not content["every variant"]:
+        print("--all checks more variants and dtypes.")
     print(f"Kernels: {content['kernels']}.")
     if not gpu:
         print("No GPU was used: nothing was compiled, and CUDA graphs and waits were not checked.")

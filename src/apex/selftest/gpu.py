@@ -75,12 +75,14 @@ def checks() -> Iterator[Check]:
     for optimizer, variant in optimizers.EVERY:
         name = f"{optimizer.called(variant)}, {variant.dtypes[0]}"
         stepping = partial(_stepping, optimizer, variant)
+        rare = optimizers.special(optimizer, variant)
         if not any(word in name for word in NOT_CAPTURED):
-            yield live(GRAPHS, name, partial(_replayed, stepping))
-        yield live(WAITS, name, partial(_without_waits, stepping))
+            yield live(GRAPHS, name, partial(_replayed, stepping), rare=rare)
+        yield live(WAITS, name, partial(_without_waits, stepping), rare=rare)
     yield live(GRAPHS, "forward, backward and step", partial(_replayed, _learning))
     for op in ops.CHECKED:
-        yield live(WAITS, op.title, partial(_without_waits, partial(_differentiated, op)))
+        run = partial(_without_waits, partial(_differentiated, op))
+        yield live(WAITS, op.title, run, subject=f"{op.title}, {op.dtypes[-1]}")
     for level in training.LEVELS:
         trained = partial(_without_waits, partial(training.SmallTraining, level))
         yield live(WAITS, f"training at {level}, FusedAdam", trained)

@@ -7,7 +7,7 @@ addition. (4 x 320 x 64 x 64, gradient of a group norm's weight: torch's is 10 e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from apex.selftest.catalogue.lists import LISTS, ListOp
 from apex.selftest.catalogue.ops import OPS
 from apex.selftest.check import Check, Measured, Setting, one_rounding, same
 
-__all__ = ["CHECKED", "checks", "tensors"]
+__all__ = ["CHECKED", "checks", "rarely", "tensors"]
 
 CHECKED = [op for op in OPS if op.checked.small]
 SHAPES = ((), (1,), (0,), (7,), (33, 5), (1025,), (8193,))  # 8193: one more than a block
@@ -32,11 +32,19 @@ def checks() -> Iterator[Check]:
         for dtype in op.dtypes:
             for mode in ("forward", "backward"):
                 run = partial(_op, op, DTYPES[dtype], mode == "backward")
-                yield Check("norms and losses", f"{op.title}, {dtype}, {mode}", run)
+                subject, rare = f"{op.title}, {dtype}", rarely(dtype, op.dtypes)
+                name = f"{subject}, {mode}"
+                yield Check("norms and losses", name, run, rare=rare, subject=subject)
     for listed in LISTS:
         for dtype in listed.dtypes:
             run = partial(_list_op, listed, DTYPES[dtype])
-            yield Check("lists of tensors", f"{listed.name}, {dtype}", run)
+            name, rare = f"{listed.name}, {dtype}", rarely(dtype, listed.dtypes)
+            yield Check("lists of tensors", name, run, rare=rare)
+
+
+def rarely(dtype: str, dtypes: Collection[str]) -> bool:
+    """Whether a dtype is left to ``--all``: float16 beside bfloat16. O1 to O3 train in float16."""
+    return dtype == "fp16" and "bf16" in dtypes
 
 
 # --- on tensors -----------------------------------------------------------------------------------

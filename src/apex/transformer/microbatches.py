@@ -23,14 +23,22 @@ class NumMicroBatchesCalculator(ABC):
         micro_batch_size: Samples of one rank in one forward.
         data_parallel_size: Ranks with different samples.
         global_batch_size: Samples of all ranks in one step.
+        decrease_batch_size_if_needed: Whether a global batch that is no whole number of
+            micro-batches is made smaller, until it is.
 
     Raises:
         ArgumentError: A number is not positive, or the global batch is no whole number of
             micro-batches on each rank; it is a RuntimeError, TypeError and ValueError.
     """
 
-    def __init__(self, micro_batch_size: int, data_parallel_size: int) -> None:
+    def __init__(
+        self,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool = False,
+    ) -> None:
         _check_positive(micro_batch_size=micro_batch_size, data_parallel_size=data_parallel_size)
+        self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
         self.micro_batch_size = micro_batch_size
         self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
         self.num_micro_batches = 0
@@ -50,6 +58,8 @@ class NumMicroBatchesCalculator(ABC):
 
     def _set(self, global_batch_size: int, check: bool) -> None:
         count, rest = divmod(global_batch_size, self.micro_batch_times_data_parallel_size)
+        if self.decrease_batch_size_if_needed and count:
+            global_batch_size, rest = global_batch_size - rest, 0
         if check and rest:
             raise ArgumentError(
                 f"the global batch size {global_batch_size} is not divisible by micro_batch_size x "
@@ -67,9 +77,13 @@ class ConstantNumMicroBatches(NumMicroBatchesCalculator):
     """
 
     def __init__(
-        self, global_batch_size: int, micro_batch_size: int, data_parallel_size: int
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool = False,
     ) -> None:
-        super().__init__(micro_batch_size, data_parallel_size)
+        super().__init__(micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
         _check_positive(global_batch_size=global_batch_size)
         self._set(global_batch_size, check=True)
 
@@ -103,8 +117,9 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         global_batch_size: int,
         micro_batch_size: int,
         data_parallel_size: int,
+        decrease_batch_size_if_needed: bool = False,
     ) -> None:
-        super().__init__(micro_batch_size, data_parallel_size)
+        super().__init__(micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
         _check_positive(
             start_batch_size=start_batch_size,
             batch_size_increment=batch_size_increment,
@@ -145,13 +160,14 @@ def build_num_microbatches_calculator(
     global_batch_size: int,
     micro_batch_size: int,
     data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
 ) -> ConstantNumMicroBatches | RampupBatchsizeNumMicroBatches:
     """Make a calculator; rank 0 logs which one, at level INFO.
 
     ``rampup_batch_size`` is ``(start_batch_size, batch_size_increment, ramup_samples)`` if the
     global batch grows. The sizes are those of the classes.
     """
-    sizes = (global_batch_size, micro_batch_size, data_parallel_size)
+    sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
     if rampup_batch_size is None:
         constant = ConstantNumMicroBatches(*sizes)
         if rank == 0:

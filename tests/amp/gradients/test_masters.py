@@ -39,6 +39,25 @@ def test_an_edit_of_the_copy_on_the_weight_has_no_effect_and_warns(level, change
     assert value(model) == [-1.0, -1.0]
 
 
+READERS = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "closure": lambda model, optimizer: optimizer.step(lambda: model(torch.ones(1, 2)).sum()),
+    "clipping": lambda model, optimizer: amp.clip_grad_norm_(optimizer, 1.0),
+    "block": lambda model, optimizer: scaled_backward(model.weight.sum(), optimizer),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_warning_of_an_edit_names_the_line_of_the_program(reader):
+    model, optimizer = row("O2", loss_scale=8.0)
+    block(model, optimizer)
+    model.weight.grad = model.weight.grad * 0.5
+    with pytest.warns(UserWarning, match="That has no effect") as caught:
+        READERS[reader](model, optimizer)
+    program = scaled_backward.__code__.co_filename if reader == "block" else __file__
+    assert [warning.filename for warning in caught] == [program]
+
+
 @mastered
 def test_an_edited_copy_is_not_accumulated_by_a_pass_without_a_forward(level):
     model, optimizer = row(level)

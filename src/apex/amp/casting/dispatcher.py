@@ -224,10 +224,14 @@ def caster(
     return convert
 
 
+_WIDEN = caster(torch.float32, HALF_TYPES)
+_LEAVE = caster(torch.float32, ())
+
+
 def _to_float(arguments: Any) -> _Cast:
     asked = [value for values in arguments for value in values if isinstance(value, torch.dtype)]
     # Whoever names a 16-bit result gets torch's own; some norms refuse a wider input with it.
-    return caster(torch.float32, () if set(asked) & set(HALF_TYPES) else HALF_TYPES)
+    return _LEAVE if set(asked) & set(HALF_TYPES) else _WIDEN
 
 
 def _to_half(arguments: Any) -> _Cast:

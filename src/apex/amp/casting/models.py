@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex.amp.casting import kept as policies
 from apex.amp.casting import state as casting
 from apex.amp.casting.containers import Walker
 from apex.amp.casting.dispatcher import skip_frames
@@ -59,6 +60,9 @@ def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
 
 class _ModelCasts:
     """The casts of a level: of functions, of a model's inputs and of its outputs."""
+
+    # Of the modules of a policy, until a forward; models that were pickled in 2026 lack it.
+    calls: policies.Calls | None = None
 
     def __init__(
         self,
@@ -151,6 +155,10 @@ class _Leave(_Hook):
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         casting.end_forward(self.level)
+        calls = self.level.calls
+        if calls is not None and output is not None:  # None: the forward has raised
+            self.level.calls = None
+            calls.check()
         if self.level.outputs is None:
             return output
         return Walker(self.level.outputs)(output)
@@ -194,7 +202,10 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
     )
 
 
-_OUR_HOOKS = (_Enter, _Leave, _Guard, ShowFloat32, LoadFloat32)
+_OUR_HOOKS = (
+    *(_Enter, _Leave, _Guard, ShowFloat32, LoadFloat32),
+    *(policies.EnterKept, policies.LeaveKept),
+)
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 _HOOK_TABLES = (  # of a module: what hooks are put into
     "_forward_pre_hooks",
@@ -211,8 +222,12 @@ def prepare(
     properties: Properties,
     casts: Casts | None,
     cast_model_outputs: torch.dtype | None,
+    kept: policies.Kept,
 ) -> None:
-    """Bring ``model`` to its level, in place; outputs are float32 unless asked for otherwise."""
+    """Bring ``model`` to its level, in place; outputs are float32 unless asked for otherwise.
+
+    ``kept`` has modules that a policy keeps out of the level's 16 bits.
+    """
     dtype = properties.cast_model_type or None
     outputs = cast_model_outputs
     if dtype is not None and outputs is None:
@@ -223,8 +238,11 @@ def prepare(
     prepared.add(model)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
     model.register_forward_hook(_Leave(level), always_call=True)
+    stay = policies.weights_stay(model, kept) if kept else set()
     if dtype is not None:
-        convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
+        convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32), stay=stay)
+    if kept:
+        level.calls = policies.install(model, kept, casts, properties.half_dtype)
     if dtype in HALF_TYPES:
         level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
         level.is_guarded, guard = True, _Guard(level)
@@ -249,14 +267,16 @@ def _show_float32(module: torch.nn.Module, guard: _Guard) -> None:
 
 
 @torch.no_grad()
-def convert(model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
+def convert(
+    model: torch.nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool, stay: Collection[int] = ()
+) -> None:
     """Cast floating parameters and buffers to ``dtype`` in place; float64 buffers stay.
 
     Parameters and buffers keep their identity. With ``keep_batchnorm`` every batchnorm layer,
-    affine or not, is left alone.
+    affine or not, is left alone; so are the modules whose ids are in ``stay``.
     """
     for module in model.modules():
-        if keep_batchnorm and isinstance(module, _BatchNorm):
+        if id(module) in stay or (keep_batchnorm and isinstance(module, _BatchNorm)):
             continue
         for parameter in module._parameters.values():
             if parameter is not None and _is_castable(parameter):

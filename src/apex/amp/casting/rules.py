@@ -28,6 +28,7 @@ import torch
 import torch.utils.checkpoint
 
 from apex.amp.casting import cpu_float16, dispatcher, state
+from apex.amp.casting.log import CastLog
 from apex.amp.casting.state import Casts, Rule
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apex.amp.policy import HALF_TYPES
@@ -73,6 +74,7 @@ class Registration(NamedTuple):
 
 _USER_CAST_REGISTRY: set[Registration] = set()  # hold until reset
 _USER_PROMOTE_REGISTRY: set[Registration] = set()
+REGISTRIES = _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
 
@@ -122,6 +124,14 @@ def casts_for(
         rules[f"{name}_"] = Rule("in place")
     casts = Casts(dtype, rules)
     add_registrations([casts], registrations)
+    return casts
+
+
+def make_casts(dtype: torch.dtype, *, verbose: bool = False, allow_banned: bool = False) -> Casts:
+    """:func:`casts_for` with the registrations, and with the kernels; not switched on yet."""
+    casts = casts_for(dtype, registered(), allow_banned=allow_banned)
+    dispatcher.install(dtype)
+    casts.log = CastLog() if verbose else None
     return casts
 
 

@@ -225,7 +225,7 @@ def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
     if not torch.compiler.is_compiling():
         thread.backward = torch._C._current_graph_task_id()
     if casts is None:
-        _change(_states(dict.fromkeys(device_types(), False)))
+        _turn(dict.fromkeys(device_types(), False))
     else:
         _change([(device, True, casts.dtype) for device in devices])
 
@@ -244,9 +244,12 @@ def _change(states: _States) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _states(enabled: dict[str, bool]) -> _States:
-    """States with the dtypes that are in force."""
-    return [(device, on, torch.get_autocast_dtype(device)) for device, on in enabled.items()]
+def _turn(enabled: dict[str, bool]) -> None:
+    """Switch autocast on or off, with the dtypes that are in force."""
+    if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()
+    for device, is_on in enabled.items():
+        torch.set_autocast_enabled(device, is_on)
 
 
 def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
@@ -254,8 +257,8 @@ def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
     disable_for_thread()
     _end_in_forked_processes()
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
-    enabled = {device: torch.is_autocast_enabled(device) for device in device_types()}
-    thread.before = _Saved(None, *own, _states(enabled), cache, nested=False)
+    now = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types()]
+    thread.before = _Saved(None, *own, now, cache, nested=False)
     _switch(casts, devices)
     thread.nesting = 0  # an enabled block around it was refused
     _defer_to_end_of_off()
@@ -383,19 +386,19 @@ class off:  # in lower case, as torch.no_grad
         self.saved = saved
         thread.blocks.append(saved)
         if True in saved.values():
-            _change(_states(dict.fromkeys(saved, False)))
+            _turn(dict.fromkeys(saved, False))
 
     def __exit__(self, *error: object) -> None:
         saved = self.saved
         thread.blocks[:] = [other for other in thread.blocks if other is not saved]
         if True in saved.values():
-            _change(_states(saved))
+            _turn(saved)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside this context, casts as they were outside of the block."""
-        _change(_states(self.saved))
+        _turn(self.saved)
         try:
             yield
         finally:
-            _change(_states(dict.fromkeys(self.saved, False)))
+            _turn(dict.fromkeys(self.saved, False))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,14 @@ from torch._compile import _disable_dynamo
 
 from apex import _compat
 from apex.amp.gradients.masters import table
-from apex.amp.gradients.pairs import Pairs
+from apex.amp.gradients.parameters import Pairs
 from apex.ops.lists import flat
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
+# Whether a process group was made; some builds of torch have none.
+is_initialized: Callable[[], bool] = getattr(torch.distributed, "is_initialized", lambda: False)
+
 _active: list[Any] = []  # the wrappers of apex whose forwards run now; torch keeps its own
-
-
-def is_initialized() -> bool:
-    """Whether a process group was made."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def several_ranks() -> bool:
@@ -205,7 +203,7 @@ class ForwardRecord:
         self.may_have_left = not all([ledger.forget_left() for ledger in ledgers])
 
     def reconcile(self) -> None:
-        """Call :meth:`~apex.amp.gradients.pairs.Pairs.reconcile` for all weights of the model."""
+        """Call :meth:`.parameters.Pairs.reconcile` for all weights of the model."""
         model = None if self._model is None else self._model()
         is_old = self._changes != table.changes or self._pairs.masters is not self._masters
         if is_old and model is not None:
@@ -369,7 +367,7 @@ def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
     """
     if any([ledger.training.process_group is not None for ledger in ledgers]):
         return False
-    by_wrapper = not any([ledger.outside for ledger in ledgers]) and all(
+    by_wrapper = not any([ledger.params.outside for ledger in ledgers]) and all(
         [record.synchronises and record.reduces_all for record in records]
     )
     return by_wrapper or not several_ranks()

@@ -32,21 +32,24 @@ from __future__ import annotations
 
 import enum
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from apex._program import stacklevel
 from apex.amp.gradients import distributed
-from apex.amp.gradients.accumulation import accumulate, any_grad, grads_of
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import Parameters, unscale_into
+from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
+from apex.amp.gradients.tensors import accumulate
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
+from apex.ops.lists.unscale import unscale_
 
 _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
@@ -100,10 +103,10 @@ class Pass:
     counted: torch.Tensor | None = None
     outcome: torch.Tensor | None = None
 
-    def _records(self) -> list[ForwardRecord]:
+    def _records(self) -> Sequence[ForwardRecord]:
         if len(self.ledgers) == 1:
-            return self.ledgers[0].records
-        return list(dict.fromkeys([r for ledger in self.ledgers for r in ledger.records]))
+            return self.ledgers[0].params.records
+        return list(dict.fromkeys([r for ledger in self.ledgers for r in ledger.params.records]))
 
     def begin(self) -> Pass:
         """Open the ledgers; return this pass, or the delayed one that it continues."""
@@ -162,7 +165,7 @@ class Pass:
         for ledger in self.ledgers:
             ledger.is_captured = is_captured
         delayed = delayed or not self.synchronised
-        if delayed or (check and self._try_to_keep_scaled()):
+        if delayed or (check and self.ledgers[0].fused and self._try_to_keep_scaled()):
             for ledger in self.ledgers:
                 ledger.scaled = self
                 ledger.state = State.DELAYED if delayed else State.FOR_STEP
@@ -211,10 +214,8 @@ class Ledger:
         passes: Unscaled ones since the last step, for the next one to look at.
         left: Those of the last step, if it was skipped or a device has decided that; their
             gradients may still be there.
-        records: Of the forwards of the models that the parameters belong to.
-        outside: ids of the parameters that belong to none of these models.
         has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
-        had_grads: Whether the last pass left gradients.
+        had_grads: Whether the last pass left gradients, where there is a ``process_group``.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
         is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
         began: How many times a block was opened or gradients were cleared.
@@ -231,8 +232,6 @@ class Ledger:
     stash: Stash = field(default_factory=Stash)
     passes: list[Pass] = field(default_factory=list)
     left: Left = field(default_factory=Left)
-    records: list[ForwardRecord] = field(default_factory=list)
-    outside: frozenset[int] = frozenset()
     has_stepped: bool = False
     had_grads: bool = False
     is_unreduced: bool = False
@@ -282,19 +281,59 @@ class Ledger:
                     one.scaler.finish_pass(distributed.agree_(one.found_inf, [self]))
             self.passes.clear()
 
-    def passes_of_step(self) -> list[Pass]:
-        """The passes that the next step is for: those since the last one, and left ones."""
-        passes, self.passes = self.passes, []
+    def take_passes(self, *, collect: bool = True) -> tuple[list[Pass], bool]:
+        """What a step goes by: the passes since the last one, and left ones.
+
+        ``collect`` the gradients first, unless the step reads them scaled. Also returned is whether
+        a pass was made since the last step.
+        """
+        if collect:
+            self.collect()
+            late = [one for one in self.passes if not one.is_final]
+            if late:
+                self.check_again(late)
+            elif (
+                not self.passes and not self.params.use_masters
+            ):  # of O3: its weights may have entries of a state_dict
+                for record in self.params.records:
+                    record.reconcile()
+        passes, self.passes, is_new = self.passes, [], bool(self.passes)
         if self.left.passes and not self.forget_left():
             grads = [] if passes else grads_of(self.params.stepped)
             passes = [*self.left.for_step(self, grads), *passes]
             self.left = Left()
-        return passes
+        return passes, is_new
+
+    def check_again(self, late: Sequence[Pass]) -> None:
+        """Look at gradients that may have been reduced after the blocks of the ``late`` passes.
+
+        With several ranks and no DistributedDataParallel around the forward, nothing says when a
+        program reduces. So that all ranks do the same, each optimizer goes by what is in its own
+        gradients now, here and on the ranks that share its model, and the scale backs off here:
+        once for each scaler and block.
+        """
+        scale = late[0].scale
+        assert isinstance(scale, torch.Tensor)
+        grads = grads_of(self.params.stepped)
+        found_inf = unscale_(grads, torch.ones_like(scale))
+        if not grads:  # cleared by the program
+            flags = [one.found_inf for one in late if one.found_inf is not None]
+            found_inf = torch.stack(flags).amax()
+        assert found_inf is not None
+        distributed.agree_(found_inf, [self])
+        for one in {one.scaler: one for one in late}.values():
+            before = one.outcome  # of another optimizer of the block
+            one.scaler.finish_pass(found_inf, before=before)
+            one.outcome = found_inf if before is None else torch.maximum(before, found_inf)
+        self.passes = [
+            one if one.is_final else replace(one, found_inf=found_inf, is_final=True)
+            for one in self.passes
+        ]
 
     def leave(self, passes: list[Pass]) -> None:
         """Note that a step of ``passes`` is skipped, or that a device decides whether it is."""
         self.left = Left(passes, (*self.params.plain, *self.params.tensors))
-        for record in self.records:
+        for record in self.params.records:
             record.may_have_left = True
 
     def forget_left(self) -> bool:
@@ -316,19 +355,23 @@ class Ledger:
         left.drop(grads_of(self.params.stepped))
 
     def _stash_gradients(self) -> None:
-        records = self.records
-        stash = Stash(
-            by_wrapper=any([record.synchronises is not None for record in records]),
-            has_buckets=any([record.has_buckets for record in records]),
-        )
-        if any_grad(self.params.plain):
-            stash.take(self.params.plain, outside=self.outside)
-        if self.params.weights and self.params.stash(stash):
-            self._warn(_EDITED, stacklevel=6)
-        if stash.has_moved:
-            self._warn(_MOVED, stacklevel=6)
-        has_unreduced = self.is_unreduced and (stash or any_grad(self.params.tensors))
-        if has_unreduced and any([record.synchronises for record in self.records]):
+        params, records = self.params, self.params.records
+        edited, new = params.take_off() if params.weights else (False, [])
+        if edited:
+            self._warn(_EDITED)
+        stash = self.stash  # nothing is in it between blocks
+        if new or any_grad(params.plain):
+            stash = Stash(
+                by_wrapper=any([record.synchronises is not None for record in records]),
+                has_buckets=any([record.has_buckets for record in records]),
+            )
+            stash.take(params.plain, outside=params.outside)
+            for weight, grad in new:
+                stash.take_off(weight, grad)
+            if stash.has_moved:
+                self._warn(_MOVED)
+        has_unreduced = self.is_unreduced and (stash or any_grad(params.tensors))
+        if has_unreduced and any([record.synchronises for record in records]):
             stash.restore(stash)
             raise RuntimeError(
                 "amp: gradients of passes under no_sync() were unscaled (by clipping, a step or a "
@@ -363,20 +406,16 @@ class Ledger:
             accumulate(widened)
         if params.weights:
             params.are_freed = False
-            self.clear_before_next_forward()
+            params.clear_before_next_forward()
         if self.stash:
             self.stash.add(params.for_stepped(self.stash))
             if shared:
                 params.wait(shared, self.stash)
             self.stash = Stash()
-        self.had_grads = any_grad(params.stepped)
+        if self.training.process_group is not None:
+            self.had_grads = any_grad(params.stepped)
         self.scaled, self.state = None, State.UNSCALED
         return found_inf
-
-    def clear_before_next_forward(self) -> None:
-        """Have the scaled gradients on 16-bit weights, to which none may add, cleared then."""
-        for record in self.records:
-            record.has_taken[id(self)] = self.params
 
     def can_continue(self, new: Pass) -> bool:
         """Whether the pass may accumulate in place in what delayed passes have left."""
@@ -406,30 +445,34 @@ class Ledger:
 
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
-        for ledger in self.with_co_owners():
+        shared = self.training.shared
+        for ledger in self.with_co_owners() if shared else (self,):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
-        params = self.params
-        params.sync()
-        if params.weights:
-            params.reconcile(compare=not self.has_stepped)
-            if params.take_new(self.training.shared):
-                self._warn(_EDITED, stacklevel=5)
-            self.clear_before_next_forward()
+        if self.params.collect(shared, compare=not self.has_stepped):
+            self._warn(_EDITED)
 
-    def _warn(self, text: str, *, stacklevel: int) -> None:
+    def _warn(self, text: str) -> None:
         """Warn once; of what the caller of ``scale_loss``, ``step`` or clipping has done."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, stacklevel=stacklevel)
+            warnings.warn(text, stacklevel=stacklevel())
 
-    def after_step(self) -> None:
-        """Free the masters' gradients: ``model.zero_grad()`` cannot reach them."""
+    def after_step(self, *, is_taken: bool, is_written: bool = False) -> None:
+        """Write the masters to the model, unless the step was skipped or has done so itself.
+
+        Free their gradients in any case: ``model.zero_grad()`` cannot reach them.
+        """
+        params = self.params
         self.is_unreduced = False
         self.is_captured = None
         self.has_stepped = True
-        if self.params.weights:
-            self.params.free_grads(self.training.shared, id(self))
+        if is_written:
+            params.record()
+        elif is_taken and params.weights:
+            params.write()
+        if params.weights:
+            params.free_grads(self.training.shared, id(self))
 
     def clear(self, *, set_to_none: bool) -> None:
         """Forget all gradients, of which the optimizer has cleared its own."""
@@ -450,7 +493,7 @@ class Ledger:
             return None
         options, found_inf = fused.options_of_step(compare=not self.has_stepped)
         self.scaled, self.state = None, State.UNSCALED
-        self.clear_before_next_forward()
+        self.params.clear_before_next_forward()
         if found_inf is not None:
             scaled.is_final = True  # the gradients were read just now
             scaled.finish(distributed.agree_(found_inf, scaled.ledgers))

@@ -1,18 +1,21 @@
 """Float32 masters of 16-bit weights, one by one.
 
 ``table`` maps each 16-bit weight to its :class:`Master` for as long as the weight lives.
-:mod:`apex.amp.gradients.pairs` has what is done to all masters of an optimizer or a model.
+:mod:`apex.amp.gradients.parameters` has what is done to all masters of an optimizer or a model.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from apex._program import stacklevel
 
 
 class Master:
@@ -75,7 +78,7 @@ class Master:
                 f"amp: a 16-bit weight of shape {list(weight.shape)} and its float32 master were "
                 "both written to since the last step, with different values. The weight's are "
                 "taken. Write to one of the two.",
-                stacklevel=2,
+                stacklevel=stacklevel(),
             )
         weight.copy_(self.tensor)
 
@@ -90,11 +93,16 @@ class Master:
 class MasterTable:
     """The masters of all 16-bit weights in the process, found from the weight or the master.
 
-    ``changes`` counts masters that were added, dropped or moved to another device.
+    Attributes:
+        changes: How many masters were added, dropped or moved to another device.
+        numbers: Of records of versions and addresses.
+        newest: The number of the last one.
     """
 
     def __init__(self) -> None:
         self.changes = 0
+        self.numbers = itertools.count(1)
+        self.newest = 0
         self._lock = threading.RLock()
         self._masters: Any = WeakTensorKeyDictionary()  # weight -> Master
         # A master's tensor -> a weak reference to its weight.
@@ -161,3 +169,24 @@ def grads_to_step(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if master is None or weight.grad is not master.taken:
             found.append(weight.grad)
     return [grad for grad in found if grad is not None]
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor the optimizer steps: the float32 masters at O2 and O5.
+
+    Args:
+        optimizer: Anything with ``param_groups``.
+
+    Raises:
+        TypeError: It has none, such as a model.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"amp.master_params was given {type(optimizer).__name__}; pass the optimizer, which "
+            "knows the masters."
+        )
+    expose = getattr(getattr(optimizer, "_amp_stash", None), "expose", None)
+    if expose is not None:
+        expose()
+    for group in optimizer.param_groups:
+        yield from group["params"]

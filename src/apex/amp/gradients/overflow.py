@@ -1,8 +1,9 @@
-"""Overflow: who decides that a step is skipped, and how the host learns of it.
+"""Overflow: who decides that a step is skipped, how the host learns of it, and counts of steps.
 
 On a CPU the host reads the flags of the passes before the step. On a GPU, kernels that can skip by
 themselves read the flag, and the host does not wait: an :class:`AsyncCopy` of it arrives later, for
-the message and for the error after too many skipped steps.
+the message and for the error after too many skipped steps. Steps that were taken and skipped are
+counted where that is decided.
 """
 
 from __future__ import annotations
@@ -10,32 +11,22 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from apex.amp import _speech
-from apex.amp.gradients.accumulation import grads_of, stored_values
-from apex.amp.gradients.distributed import agree_
 from apex.amp.gradients.ledger import Ledger, Pass
-from apex.amp.gradients.step_counts import TakenSteps
+from apex.amp.gradients.tensors import stored_values
 from apex.amp.scaler import SCALE
+from apex.ops import _runtime
 from apex.ops.lists.tensor_lists import local
-from apex.ops.lists.unscale import unscale_
 
 
 def runs_behind(device: torch.device) -> bool:
     """Whether the host can run ahead of ``device``."""
     return device.type in ("cuda", "meta")
-
-
-def counts_of(params: Iterable[torch.Tensor]) -> TakenSteps:
-    """New counts for an optimizer: on the device of its parameters where the host runs ahead."""
-    device = next((param.device for param in params), torch.device("cpu"))
-    if device.type == "meta" or not runs_behind(device):
-        device = torch.device("cpu")
-    return TakenSteps(device)
 
 
 class AsyncCopy:
@@ -188,35 +179,6 @@ class Overflow:
 HOW_TO_WATCH = "amp.initialize(..., debug=True) names the operation where it begins."
 
 
-def check_again(ledger: Ledger) -> None:
-    """Look at gradients that may have been reduced after the block, and let scales back off.
-
-    With several ranks and no DistributedDataParallel around the forward, nothing says when a
-    program reduces. So that all ranks do the same, each optimizer goes by what is in its own
-    gradients now, here and on the ranks that share its model, and the scale backs off here: once
-    for each scaler and block.
-    """
-    late = [one for one in ledger.passes if not one.is_final]
-    if not late:
-        return
-    scale = late[0].scale
-    assert isinstance(scale, torch.Tensor)
-    grads = grads_of(ledger.params.stepped)
-    found_inf = unscale_(grads, torch.ones_like(scale))
-    if not grads:  # cleared by the program
-        found_inf = torch.stack([one.found_inf for one in late if one.found_inf is not None]).amax()
-    assert found_inf is not None
-    agree_(found_inf, [ledger])
-    for one in {one.scaler: one for one in late}.values():
-        before = one.outcome  # of another optimizer of the block
-        one.scaler.finish_pass(found_inf, before=before)
-        one.outcome = found_inf if before is None else torch.maximum(before, found_inf)
-    ledger.passes = [
-        one if one.is_final else replace(one, found_inf=found_inf, is_final=True)
-        for one in ledger.passes
-    ]
-
-
 def describe_dead_training(ledger: Ledger, report: SkippedStep, loss: torch.Tensor) -> str:
     """The text of the error after too many skipped steps: who was not finite."""
     where = "All gradients of this optimizer on this rank are finite."
@@ -236,3 +198,133 @@ def describe_dead_training(ledger: Ledger, report: SkippedStep, loss: torch.Tens
         "of the forward leaves the range of 16 bits (docs/nan.md finds it)."
     )
     return report.describe(f"{where} {cause}")
+
+
+# -- counts of steps -------------------------------------------------------------------------------
+
+
+def counts_of(params: Iterable[torch.Tensor]) -> TakenSteps:
+    """New counts for an optimizer: on the device of its parameters where the host runs ahead."""
+    device = next((param.device for param in params), torch.device("cpu"))
+    if device.type == "meta" or not runs_behind(device):
+        device = torch.device("cpu")
+    return TakenSteps(device)
+
+
+class Outcome(NamedTuple):
+    """What became of an optimizer's steps, without waiting for the device that decides.
+
+    0-dim tensors; later steps do not change them.
+
+    Attributes:
+        stepped: Whether the last step was taken, not skipped: bool.
+        taken: How many steps were taken: int64.
+        skipped: How many were skipped.
+        scale: The loss scale now: float32.
+    """
+
+    stepped: torch.Tensor
+    taken: torch.Tensor
+    skipped: torch.Tensor
+    scale: torch.Tensor
+
+    def numbers(self) -> tuple[bool, int, int, float]:
+        """The same as Python numbers: one transfer, which waits for the device."""
+        stepped, taken, skipped, scale = torch.stack([value.double() for value in self]).tolist()
+        return bool(stepped), int(taken), int(skipped), scale
+
+
+class TakenSteps:
+    """Counts the steps of an optimizer whose parameters are on ``device``.
+
+    The numbers are one tensor there, always written in place: a CUDA graph counts at each replay,
+    and no Python code runs then. Steps between replays count in the same memory.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured, whose replays would set the counts to 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if _runtime.capturing():
+            raise RuntimeError(
+                "amp: the first step of an optimizer was captured in a CUDA graph, whose replays "
+                "would count from 0 each time. Take some training steps before capturing."
+            )
+        self._may_be_in_a_row = False  # whether a step was, or may have been, skipped
+        with torch.inference_mode(False):  # else steps outside of it could not write them
+            self._set(torch.zeros(3, dtype=torch.int64, device=device))
+
+    def _set(self, numbers: torch.Tensor) -> None:
+        """Have the counts in ``numbers``: taken, all steps, skipped in a row."""
+        self._numbers = numbers
+        self._taken, self._steps, self._in_a_row = numbers.unbind()
+        self._taken_and_steps, self._steps_and_in_a_row = numbers[:2], numbers[1:]
+
+    def count(self, taken: bool | torch.Tensor) -> None:
+        """Count a step; a tensor is 0-dim, bool, on the device that decides.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured, and the counts are on the CPU.
+        """
+        if isinstance(taken, torch.Tensor) and self._numbers.device != taken.device:
+            taken = self._meet(taken)
+        if isinstance(taken, torch.Tensor):
+            self._may_be_in_a_row = True
+            self._steps_and_in_a_row.add_(1)
+            self._in_a_row.masked_fill_(taken, 0)
+            self._taken.add_(taken)
+        elif not taken:
+            self._may_be_in_a_row = True
+            self._steps_and_in_a_row.add_(1)
+        else:
+            self._taken_and_steps.add_(1)
+            if self._may_be_in_a_row:
+                self._in_a_row.zero_()
+
+    def _meet(self, taken: torch.Tensor) -> torch.Tensor:
+        """Bring counts that are on the CPU to the flag, else the flag to them."""
+        if self._numbers.device.type != "cpu":
+            return taken.to(self._numbers.device, non_blocking=True)
+        self.check_capture()
+        with torch.inference_mode(False):
+            self._set(self._numbers.to(taken.device, non_blocking=True))
+        return taken
+
+    def are_captured(self) -> bool:
+        """Whether a step that is counted now is in the capture of a CUDA graph."""
+        return _runtime.waits(self._numbers.device) and _runtime.capturing()
+
+    def check_capture(self) -> None:
+        """Raise ``RuntimeError`` if a graph is being captured and the counts are on the CPU."""
+        if not _runtime.waits(self._numbers.device) and _runtime.capturing():
+            raise RuntimeError(
+                "amp: a step was captured in a CUDA graph, and the counts of amp.outcome are on "
+                "the CPU, where replays could not count. Move the model to the GPU before "
+                "amp.initialize, and take some training steps before capturing "
+                "(docs/optimizers.md, CUDA graphs)."
+            )
+
+    @property
+    def in_a_row(self) -> torch.Tensor:
+        """How many steps were skipped since the last one that was taken: 0-dim, a copy."""
+        return self._in_a_row.clone()
+
+    @property
+    def stepped(self) -> torch.Tensor:
+        """Whether the last step was taken: 0-dim, bool."""
+        return (self._in_a_row == 0) & (self._steps > 0)
+
+    def outcome(self, scale: torch.Tensor | float) -> Outcome:
+        """Copies of the counts, with ``scale``, on the device of the counts or of the scale."""
+        device = self._numbers.device
+        if isinstance(scale, torch.Tensor) and device.type == "cpu":
+            device = scale.device
+        if isinstance(scale, torch.Tensor):
+            now = scale.to(device, torch.float32, non_blocking=device.type != "cpu", copy=True)
+        else:
+            now = torch.full((), scale, dtype=torch.float32, device=device)
+        found = self.stepped, self._taken, self._steps - self._taken
+        stepped, taken, skipped = [
+            value.to(device, non_blocking=device.type != "cpu", copy=True) for value in found
+        ]
+        return Outcome(stepped, taken, skipped, now)

@@ -21,7 +21,8 @@ from operator import attrgetter, itemgetter
 
 import torch
 
-from apex.amp.gradients.accumulation import accumulate, addresses
+from apex.amp.gradients.parameters import addresses
+from apex.amp.gradients.tensors import accumulate
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _LAYOUT, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("requires_grad")

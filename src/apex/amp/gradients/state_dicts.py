@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.masters import Master, has_version, table
-from apex.amp.gradients.pairs import Pairs
+from apex.amp.gradients.parameters import Pairs
 from apex.amp.policy import HALF_TYPES
 
 

@@ -7,6 +7,7 @@ written as text, tables, a page and pictures.
 
 import argparse
 import re
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Results, write
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.trainer import OPTIMIZERS
+from apex.bench.training.warned import Warned, each_once
 from apex.cli.command_line import UsageError
 from apex.cli.options import (
     add_device,
@@ -49,6 +51,7 @@ DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "native-fp16", "native-bf1
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TRAINED = "{task.completed:.1f} of {task.total} trainings"  # beside the progress bar
 FOR_THE_REST = 0.12  # of a budget: plots and page
+PLOTS_S = 6.0  # that they take: 5 to 7 s on one core of a Xeon, whatever was trained
 
 
 # fmt: off
@@ -100,8 +103,9 @@ def run(args: argparse.Namespace) -> int:
         UsageError: An option asks for what cannot be done, and nothing was trained; or files
             could not be written, or a task's file was changed, meanwhile.
     """
-    bench = _Bench(args)
-    with terminated_like_interrupted():
+    warned = Warned(_warn)
+    with terminated_like_interrupted(), each_once(warned):
+        bench = _Bench(args, warned)
         try:
             with suppress(KeyboardInterrupt):  # the report says that it is incomplete
                 bench.run_all()
@@ -121,8 +125,9 @@ def run(args: argparse.Namespace) -> int:
 class _Bench:
     """All that the options ask for, and what has been measured so far."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._began = time.monotonic()
+    def __init__(self, args: argparse.Namespace, warned: Warned) -> None:
+        self._began, self._warned = time.monotonic(), warned
+        self._least_s = 0.0  # that a group takes, if it was more than its share of the budget
         device = pick_device(args.device)
         self._options = TaskOptions(device, args.quick, args.data)
         batches = unique(args.batch)
@@ -163,6 +168,9 @@ class _Bench:
             if device.type == "cuda":  # events are recorded on the current one
                 torch.cuda.set_device(device.index or 0)
             for place, group in enumerate(groups):
+                if place and self._left() < self._least_s:
+                    self._leave_out([cell for group in groups[place:] for cell in group], bar)
+                    break
                 self._train(group, len(groups) - place, bar)
 
     def _left(self) -> float:
@@ -170,7 +178,15 @@ class _Bench:
         budget = self.report.budget_s
         if budget is None:
             return float("inf")
-        return budget * (1 - FOR_THE_REST) - (time.monotonic() - self._began)
+        rest = max(FOR_THE_REST * budget, min(PLOTS_S, budget / 2))
+        return budget - rest - (time.monotonic() - self._began)
+
+    def _leave_out(self, cells: Sequence[Cell], bar: Bar) -> None:
+        """Take trainings out of the plan: what cannot be cut any further would not fit."""
+        bar.print(f"The time budget has no time for the last {len(cells)} trainings.")
+        left_out = {*cells}
+        plan = tuple(cell for cell in self.report.plan if cell not in left_out)
+        self._update(plan=plan, left_out=len(left_out))
 
     def _train(self, group: Sequence[Cell], groups_left: int, bar: Bar) -> None:
         cell = group[0]
@@ -181,13 +197,17 @@ class _Bench:
             begin = time.monotonic()
             budget = None if self.report.budget_s is None else max(1.0, self._left() / groups_left)
 
-            def on_progress(share: float, line: str | None) -> None:
+            def on_progress(share: float, line: str | None, place: str | None = None) -> None:
                 bar.update(share * len(group))
-                if line:
+                if line and place:
+                    self._warned(place, line)
+                elif line:
                     bar.print(line)
 
             runs = plan.run_group(group, self._options, on_progress, budget)
             kept = plan.Kept(tuple(runs), time.monotonic() - begin)
+            if budget is not None and kept.seconds > budget:
+                self._least_s = kept.seconds
             self._store.put(group, kept)
             troubled = [run for run in runs if run.status != "ok"]
             each = [f"{run.cell.label} {run.error or run.status}" for run in troubled]
@@ -200,6 +220,10 @@ class _Bench:
     def _update(self, **changes: Any) -> None:
         self.report = replace(self.report, **changes)
         write(self.report, self._file)
+
+
+def _warn(place: str, text: str) -> None:
+    print(f"{place}: {text}", file=sys.stderr)
 
 
 # --- what the options mean -----------------------------------------------------------------------

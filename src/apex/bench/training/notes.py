@@ -10,11 +10,13 @@ import torch
 from apex.bench import memory
 from apex.bench.training.profiling import FEW_STEPS
 from apex.bench.training.results import Results
-from apex.bench.training.rows import LevelRow, rows
+from apex.bench.training.rows import BASELINE, LevelRow, rows
 from apex.bench.training.turns import BLOCK
 from apex.bench.training.verdict import BUSY, LOSS_MARGIN, NOISY, Verdict, same_arithmetic
 
 __all__ = ["how_measured", "marks", "notes", "problems", "source"]
+
+AGREE = 1.05  # times: what rounding and the spread of steps leave between two columns
 
 
 def source(environment: dict[str, Any]) -> str:
@@ -34,12 +36,12 @@ def marks(report: Results) -> list[str]:
         found.append(report.busy.replace("busy machine", "BUSY MACHINE"))
     elif any(row.unsteady for row in made):
         found.append(f"BUSY MACHINE: {BUSY}")
-    if cut := _cut(made):
+    if cut := _cut(report, made):
         found.append(f"CUT to {report.budget_s:g} s: {cut}")
     return found
 
 
-def _cut(made: Sequence[LevelRow]) -> str:
+def _cut(report: Results, made: Sequence[LevelRow]) -> str:
     """Say what a time budget has left out."""
     stopped = [row.label for row in made if row.stopped]
     trained = [run for row in made for run in row.finished if run.planned_steps]
@@ -48,6 +50,8 @@ def _cut(made: Sequence[LevelRow]) -> str:
         share = statistics.fmean(len(run.losses) / run.planned_steps for run in trained)
         who = "the others" if stopped else "all"
         parts.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
+    if report.left_out:
+        parts.append(f"no time for {report.left_out} more trainings, those of the last seeds")
     return "; ".join(parts)
 
 
@@ -56,7 +60,8 @@ def notes(report: Results, verdicts: Sequence[Verdict]) -> list[str]:
     made, found = rows(report), []
     for task in dict.fromkeys(row.task for row in made):
         here = [row for row in made if row.task == task]
-        found += [*_same(here), *_of_test_set(here)]
+        found += [*_same(here), *_of_test_set(here), *_unlearnt(here)]
+    found += _columns_apart(verdicts)
     apart = []
     for v in verdicts:
         sizes = {len(run.together) for run in (*v.row.runs, *v.other.runs) if run.together}
@@ -97,6 +102,40 @@ def _of_test_set(here: Sequence[LevelRow]) -> list[str]:
                 "are judged by the same samples."
             ]
     return []
+
+
+def _unlearnt(here: Sequence[LevelRow]) -> list[str]:
+    """Say which accuracies of a task show that nothing was learnt."""
+    found: dict[str, list[str]] = {}
+    for row in here:
+        if row.unlearnt:
+            accuracy = statistics.fmean(row.accuracies)
+            found.setdefault(row.unlearnt, []).append(
+                f"{row.label} (batch size {row.batch}: {accuracy:.1f} %)"
+            )
+    return [
+        f"On {here[0].task} the accuracy of {', '.join(labels)} is {why}. It says nothing about "
+        "the precision."
+        for why, labels in found.items()
+    ]
+
+
+def _columns_apart(verdicts: Sequence[Verdict]) -> list[str]:
+    """Say where the columns of times and of speeds do not agree, and why they need not."""
+    apart = []
+    for v in verdicts:
+        if v.other.level == BASELINE and v.ratio and not v.noise and v.row.ms and v.other.ms:
+            medians = v.other.ms / v.row.ms
+            if abs(math.log(medians / v.ratio)) > math.log(AGREE):
+                where = f"{v.row.label} against {v.other.label} (batch size {v.row.batch})"
+                apart.append(f"{where}: {medians:.2f} by the times, {v.ratio:.2f} the speed")
+    if not apart:
+        return []
+    return [
+        "The times and the speeds do not agree, because the speed of the machine changed: "
+        f"{'; '.join(apart)}. A time is the median over all steps of all seeds; a speed compares "
+        "steps that were taken one after the other, so trust the speed."
+    ]
 
 
 def problems(report: Results) -> list[tuple[str, str]]:

@@ -9,11 +9,12 @@ from typing import Any
 from apex.bench.output import html
 from apex.bench.output.figures import Drawn, style
 from apex.bench.output.html import Cell
+from apex.bench.training.answer import answers
 from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.results import FORMAT, Results
 from apex.bench.training.results import Cell as PlannedCell
 from apex.bench.training.rows import BASELINE, LevelRow
-from apex.bench.training.sentences import answers, sentences
+from apex.bench.training.sentences import sentences
 from apex.bench.training.table import COLUMNS, Line, lines
 from apex.bench.training.verdict import Verdict, baseline_of
 from apex.cli.options import unique

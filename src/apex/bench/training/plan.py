@@ -22,6 +22,7 @@ from typing import Any
 from apex.bench.training import tasks, turns
 from apex.bench.training.results import Cell, Run, decode
 from apex.bench.training.tasks.task import TaskOptions
+from apex.bench.training.warned import each_once
 from apex.bench.training.worker import Died, in_a_process
 from apex.cli.command_line import UsageError
 from apex.cli.tables import save
@@ -31,7 +32,8 @@ __all__ = ["Kept", "Store", "groups", "run_group"]
 FORMAT = "apex bench group 1"
 REPORT_AFTER = 0.01  # of the trainings: a message costs them some microseconds
 
-OnProgress = Callable[[float, str | None], None]
+OnProgress = Callable[..., None]
+"""Gets the share that is done, a line or ``None``, and the place of the warning that the line is"""
 
 
 def groups(cells: Sequence[Cell]) -> list[tuple[Cell, ...]]:
@@ -153,8 +155,10 @@ def _together(
     budget_s: float | None,
 ) -> list[Run]:
     try:
+        # The clock is the system's: the start of the process counts, too.
+        end = None if budget_s is None else time.monotonic() + budget_s
         found: list[Run] = in_a_process(
-            _train, cells, options, budget_s, device=options.device, on_progress=on_progress
+            _train, cells, options, end, device=options.device, on_progress=on_progress
         )
     except Died as error:
         together = tuple(cell.label for cell in cells)
@@ -163,10 +167,16 @@ def _together(
 
 
 def _train(
-    cells: Sequence[Cell], options: TaskOptions, budget_s: float | None, on_progress: OnProgress
+    cells: Sequence[Cell], options: TaskOptions, end: float | None, on_progress: OnProgress
 ) -> list[Run]:
-    """Train cells of one task, batch size and seed by turns, in the process of `_together`."""
+    """Train cells of one task, batch size and seed by turns, in the process of `_together`.
+
+    ``end`` is when the time budget ends.
+    """
     last = 0.0
+
+    def warned(place: str, text: str) -> None:
+        on_progress(last, text, place)
 
     def report(share: float, line: str | None) -> None:
         nonlocal last
@@ -174,8 +184,10 @@ def _train(
             last = share
             on_progress(share, line)
 
-    try:
-        task = tasks.load(cells[0].task, options)
-    except UsageError as error:
-        return [Run(cell, "failed", str(error)) for cell in cells]
-    return turns.train(cells, task, options.device, report, budget_s)
+    with each_once(warned):
+        try:
+            task = tasks.load(cells[0].task, options)
+        except UsageError as error:
+            return [Run(cell, "failed", str(error)) for cell in cells]
+        left = None if end is None else end - time.monotonic()
+        return turns.train(cells, task, options.device, report, left)

@@ -97,10 +97,12 @@ def _draw_lines(
     for row in of:
         same, own = groups[repr(points[row.label])], _style(row)
         dashes: Any = (DASH * same.index(row.label), (DASH, DASH * (len(same) - 1)))
+        given = {name: value(row, own) for name, value in options.items()}
+        if sum(math.isfinite(y) for _, y in points[row.label]) == 1:  # a line of one point is none
+            given.setdefault("marker", own.marker)
         axes.plot(
             *zip(*points[row.label], strict=True), color=own.colour, linewidth=own.width * thin,
-            linestyle=dashes if len(same) > 1 else "-",
-            **{name: value(row, own) for name, value in options.items()},
+            linestyle=dashes if len(same) > 1 else "-", **given,
         )  # fmt: skip
 
 
@@ -150,12 +152,30 @@ def _speeds(axes: "Axes", of: Sequence[Line]) -> None:
         value = f"{line.ratio:.2f}×" if line.ratio else "not measured"
         _write(axes, place, "too noisy" if line.verdict.noise else value)
     axes.axvline(1, color=INK, linewidth=1)
+    if len(shown) == 1:
+        _say_empty(axes, _no_speeds(of))
     log_axis(axes, "x", shown)
     axes.set_title("Speed of a step, O0 = 1")
     axes.set_xlabel("right is faster (95 % interval)")
 
 
+def _no_speeds(of: Sequence[Line]) -> str:
+    stopped = all(line.row.stopped for line in of if line.verdict)
+    return "stopped by the time budget" if stopped else "no level trained beside O0"
+
+
+def _say_empty(axes: "Axes", why: str) -> None:
+    """Write into a panel why there is nothing in it."""
+    axes.text(
+        0.5, 0.5, f"nothing to show:\n{why}", transform=axes.transAxes, ha="center", va="center",
+        fontsize=9,
+    )  # fmt: skip
+
+
 def _memories(axes: "Axes", of: Sequence[Line]) -> None:
+    if all(line.row.peak_bytes is None for line in of):
+        cut = of[0].row.report.budget_s is not None
+        _say_empty(axes, "the time budget had no time for it" if cut else "not measured")
     for place, line in enumerate(of):
         known, own = line.row.peak_bytes, _style(line.row)
         if known is None:
@@ -183,17 +203,18 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
             continue
         judged = line.verdict.accuracy if points else line.verdict.loss
         known = judged.interval if judged else None
+        seeds = _differences(line.verdict, points=points)
         if points:
-            seeds: Sequence[float] = line.verdict.each_accuracy
             margin = judged.margin if judged else margin
         else:
-            seeds = [_per_cent(x) for x in line.verdict.each_loss if math.isfinite(x)]
             known = known and Interval(*map(_per_cent, vars(known).values()))
         _dots(axes, place, line.row, seeds, known)
         value = statistics.fmean(seeds) if seeds else None
         text = "" if value is None else f"{value:+.2f}" if points else f"{value:+.1f} %"
         as_other = same.get(line.row.label)
         _write(axes, place, f"as {as_other}" if as_other else text)
+    if not any(_differences(line.verdict, points=points) for line in of if line.verdict):
+        _say_empty(axes, "no level trained to its end beside O0")
     axes.axvline(0, color=INK, linewidth=1)
     if not points or any(line.verdict and line.verdict.accuracy for line in of):
         axes.axvline(-margin, color=INK, linewidth=1, linestyle=":")
@@ -202,6 +223,13 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
     axes.set_title("Test accuracy, O0 = 0" if points else f"{loss.capitalize()}, O0 = 0")
     unit = "points" if points else f"% lower {loss}"
     axes.set_xlabel(f"{unit}, right is better (dotted: margin)")
+
+
+def _differences(of: Verdict, *, points: bool) -> Sequence[float]:
+    """Give what is drawn of the seeds: points of accuracy, or how much lower a loss is."""
+    if points:
+        return of.each_accuracy
+    return [_per_cent(x) for x in of.each_loss if math.isfinite(x)]
 
 
 def _per_cent(log: float) -> float:
@@ -328,6 +356,8 @@ def _draw_losses(axes: "Axes", of: list[LevelRow]) -> None:
     drawn = [value for line in points.values() for _, value in line if math.isfinite(value)]
     if drawn and min(drawn) > 0:
         log_axis(axes)
+    if not drawn:
+        _say_empty(axes, "no loss was a finite number")
     axes.set_ylabel("loss (mean; band: all seeds)")
 
 

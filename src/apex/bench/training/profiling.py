@@ -15,6 +15,7 @@ import torch
 from apex import amp
 from apex.bench import memory
 from apex.bench.training.results import Cell, Operator
+from apex.bench.training.rows import BASELINE
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.trainer import Trainer, mapped
 
@@ -52,6 +53,9 @@ def measure(
 
     if stopped:
         return {"operators": operators(begun(), device)}
+    untrained = None
+    if cell.level == BASELINE and task.accuracy is not None:
+        untrained = Trainer(cell, task, device).measure(task.accuracy)
     peak = memory.peak_bytes(train, device)
     amp.reset()
     step, times = begun(), []
@@ -63,6 +67,7 @@ def measure(
     return {
         "host_ms": statistics.median(times) if times else None,
         "peak_bytes": peak,
+        "untrained": untrained,
         "operators": operators(step, device),
     }
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from apex.bench.training import page, plots
+from apex.bench.training.answer import answers
 from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Results, read
 from apex.bench.training.rows import BASELINE
-from apex.bench.training.sentences import answers, beside, sentences
+from apex.bench.training.sentences import beside, sentences
 from apex.bench.training.table import COLUMNS, lines
 from apex.bench.training.verdict import Verdict, verdicts
 from apex.cli.command_line import UsageError

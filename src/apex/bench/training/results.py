@@ -93,6 +93,10 @@ class Run:
     """Mean loss on the same data after each epoch; empty for a task that has none."""
     test_size: int | None = None
     """How many samples the accuracy is a share of."""
+    chance: float | None = None
+    """The accuracy of guessing, in per cent, if the task knows it."""
+    untrained: float | None = None
+    """The accuracy before the training, in per cent; of O0 at the first seed."""
     inference_ms: tuple[float, ...] = ()
     """Forward and loss of a training batch in evaluation mode, taken in turns with the others."""
     host_ms: float | None = None
@@ -155,6 +159,8 @@ class Results:
     """How the numbers were taken: a sentence each."""
     busy: str | None = None
     """That other programs used this machine when it began."""
+    left_out: int = 0
+    """Trainings that a time budget had no time for: the last seeds. They are not in the plan."""
 
     @property
     def complete(self) -> bool:

@@ -41,6 +41,8 @@ class LevelRow:
         samples_s: Samples a second in whole epochs, data included.
         host_ms, peak_bytes, operators: Of the first run that has them.
         accuracies, test_losses: After the last epoch, a seed each.
+        unlearnt: If the accuracy is no better than that of guessing or of the untrained model,
+            words that say so.
         final_losses: Mean training loss of the last epoch, a seed each.
         skipped: Skipped steps, all seeds together.
         scale_ends: Loss scales of the first and the last steps: different values, ascending.
@@ -83,6 +85,7 @@ class LevelRow:
         self.cut = any(len(run.losses) < run.planned_steps for run in self.finished)
         self.seconds_to_target = self._seconds_to_target()
         self.problem = self._problem()
+        self.unlearnt = self._unlearnt()
 
     def _median(self, of: Callable[[Run], Sequence[float]]) -> float | None:
         return percentile([ms for run in self.finished for ms in of(run)], 50)
@@ -100,6 +103,28 @@ class LevelRow:
                 return None
             times.append(sum(run.epoch_seconds[: reached.index(True) + 1]))
         return statistics.median(times) if times else None
+
+    def _unlearnt(self) -> str | None:
+        """Compare the accuracy with that of guessing, else with that before the training.
+
+        What the size of the test set alone moves an accuracy by, with 95 %, is no learning.
+        """
+        size = next((run.test_size for run in self.finished if run.test_size), None)
+        known = [run for run in self.report.runs if run.cell.task == self.task]
+        accuracy = mean(self.accuracies)
+        guessed, before = [run.chance for run in known], [run.untrained for run in known]
+        for words, given in (
+            ("at chance level: guessing gets {:.1f} % right", guessed),
+            ("not clearly better than before the training, {:.1f} %", before),
+        ):
+            base = next((value for value in given if value is not None), None)
+            if base is None or accuracy is None:
+                continue
+            share = min(max(base / 100, 0.0), 1.0)
+            reach = 196 * math.sqrt(share * (1 - share) / size) if size else 0.0
+            if accuracy <= base + reach:
+                return words.format(base)
+        return None
 
     def _problem(self) -> str | None:
         found = []

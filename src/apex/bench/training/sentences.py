@@ -1,4 +1,4 @@
-"""What verdicts say, in plain sentences, and first of all which level to take.
+"""What verdicts say, in plain sentences. `answer` has the first one.
 
 "1.2 times the speed": 1.2 times as many steps in the same time.
 """
@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from apex.bench.intervals import LEAST, Interval, Judged
-from apex.bench.training.results import Operator, Results
+from apex.bench.training.results import Operator
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.verdict import Verdict
 
-__all__ = ["answers", "beside", "sentences"]
+__all__ = ["ALIKE", "alike", "beside", "sentences", "times", "why_not_native"]
 
-WORTH = 1.05  # times the speed, at least, of a level to take
-LESS = 0.9  # times the memory, at most
 LAUNCH_BOUND = 0.9  # share of the step in which the host is still launching kernels
 SAME_MEMORY = 0.005  # relative; less is not worth a word
 MOST_LOSS = 10_000  # times as high: more is said as "or more"
@@ -64,32 +62,32 @@ def _speed(of: Verdict) -> str:
         )
         return f"{name} was{where} {of.row.stopped.error}"
     if of.other.stopped and of.ratio:
-        return f"{name}: about {_times(of.ratio)} times the speed of {other}, which was stopped"
+        return f"{name}: about {times(of.ratio)} times the speed of {other}, which was stopped"
     if of.noise:
         return f"{name} against {other}: no verdict on speed ({of.noise})"
     if of.ratio is None:
         return f"{name}: its speed is not compared with {other}'s"
     if of.speed is None:
         count = "1 seed" if seeds == 1 else f"{seeds} seeds"
-        found = f"about {_times(of.ratio)} times the speed of {other}"
+        found = f"about {times(of.ratio)} times the speed of {other}"
         if seeds >= LEAST:
             return f"{name}: {found} ({count}, their first steps alone: too few for an interval)"
         return f"{name}: {found} ({count}; {LEAST} are needed for an interval)"
-    ends = f"95 %, {seeds} seeds: {_times(of.speed.low)} to {_times(of.speed.high)}"
-    if of.speed.low <= 1 <= of.speed.high and not _alike(of.speed):
+    ends = f"95 %, {seeds} seeds: {times(of.speed.low)} to {times(of.speed.high)}"
+    if of.speed.low <= 1 <= of.speed.high and not alike(of.speed):
         return f"{name} may be faster or slower than {other} ({ends} times the speed)"
     if of.speed.low <= 1 <= of.speed.high:
         return f"{name} is about as fast as {other} ({ends} times the speed)"
     if of.speed.value < 1:
-        slower = [_times(1 / value) for value in (of.speed.value, of.speed.high, of.speed.low)]
+        slower = [times(1 / value) for value in (of.speed.value, of.speed.high, of.speed.low)]
         return (
             f"{name} is slower than {other}: a step takes {slower[0]} times as long (95 %, {seeds} "
             f"seeds: {slower[1]} to {slower[2]})"
         )
-    return f"{name} has {_times(of.speed.value)} times the speed of {other} ({ends})"
+    return f"{name} has {times(of.speed.value)} times the speed of {other} ({ends})"
 
 
-def _alike(speed: Interval) -> bool:
+def alike(speed: Interval) -> bool:
     """Whether a level is proved to be about as fast: an interval around 1 may be wide."""
     return speed.low >= 1 / ALIKE and speed.high <= ALIKE
 
@@ -98,12 +96,13 @@ def beside(of: Verdict) -> str:
     """Write the speed beside the other's, with its interval, in a few words."""
     if of.noise:
         return "too noisy to compare with"
-    ends = f" ({_times(of.speed.low)} to {_times(of.speed.high)})" if of.speed else ""
+    ends = f" ({times(of.speed.low)} to {times(of.speed.high)})" if of.speed else ""
     about = "" if of.speed else "about "
-    return f"{about}{_times(of.ratio)}{ends} times" if of.ratio else "not compared with"
+    return f"{about}{times(of.ratio)}{ends} times" if of.ratio else "not compared with"
 
 
-def _times(ratio: float) -> str:
+def times(ratio: float) -> str:
+    """Write a ratio with the digits that matter."""
     return f"{ratio:.{2 if ratio < 9.95 else 0}f}"
 
 
@@ -112,7 +111,7 @@ def _reasons(of: Verdict) -> list[str]:
     ratio = of.speed.high if of.speed else of.ratio
     if of.other.level == BASELINE and ratio and ratio < 1 / (1 + GREW) and not of.noise:
         found += [_grown(of)] if row.operators else []
-        why = _why_not_native(row.report.environment, row.dtype)
+        why = why_not_native(row.report.environment, row.dtype)
         found += [f"Reason: {why}"] if why else []
     if row.host_ms and row.ms and row.host_ms >= LAUNCH_BOUND * row.ms:
         compiled = all(cell.compile for cell in row.cells)
@@ -136,9 +135,7 @@ def _grown(of: Verdict) -> str:
     for name in worst:
         one = mine[name]
         how = (
-            f", {_times(one.ms / before[name])} times {of.other.label}'s"
-            if before.get(name)
-            else ""
+            f", {times(one.ms / before[name])} times {of.other.label}'s" if before.get(name) else ""
         )
         remedy = "casts between dtypes" if name in CASTS else None
         if of.row.level.startswith("native-"):
@@ -159,7 +156,7 @@ def _by_name(operators: Sequence[Operator]) -> dict[str, Operator]:
     return found
 
 
-def _why_not_native(environment: dict[str, Any], dtype: str) -> str | None:
+def why_not_native(environment: dict[str, Any], dtype: str) -> str | None:
     """Say why the device does not compute a 16-bit type itself; ``None`` if it does, or may."""
     device = environment.get("device", {})
     for half in device.get("half_types", ()):
@@ -171,6 +168,8 @@ def _why_not_native(environment: dict[str, Any], dtype: str) -> str | None:
 
 
 def _accuracy(of: Verdict) -> str | None:
+    if of.row.unlearnt:
+        return f"Its accuracy is {of.row.unlearnt}"
     if of.accuracy is None:
         return None
     found = of.accuracy
@@ -231,108 +230,3 @@ def _more(of: Verdict, found: Judged) -> str:
     time = f", some {minutes:.0f} minutes" if minutes >= 1.5 else ""
     how = f"` with `--budget {budget}m`" if budget else f"`{time}"
     return f"; about {found.needed} would (`--seeds {found.needed}{how})"
-
-
-# --- which level to take -------------------------------------------------------------------------
-
-
-def answers(report: Results, of: Sequence[Verdict]) -> list[str]:
-    """Answer for each task and batch size; several have their name before the answer."""
-    places = dict.fromkeys((cell.task, cell.batch) for cell in report.plan)
-    found = []
-    for task, batch in places:
-        here = [
-            v
-            for v in of
-            if (v.row.task, v.row.batch) == (task, batch)
-            and v.other.label.removesuffix(" TF32 off") == BASELINE
-        ]
-        before = f"{task}, batch {batch}: " if len(places) > 1 else ""
-        found.append(before + _answer(here))
-    return found
-
-
-def _answer(of: Sequence[Verdict]) -> str:
-    if not of:
-        return "No answer: O0 and another level are needed."
-    if not any(run.status == "ok" for run in of[0].other.runs):
-        return f"No answer: {of[0].other.label}: {of[0].other.problem}."
-    right = [v for v in of if _trained(v) and not _bad(v)]
-    faster = [v for v in right if v.speed and v.speed.low > 1 and v.speed.value >= WORTH]
-    smaller = [v for v in right if v.memory and v.memory <= LESS and v.speed and not _slower(v)]
-    best = sorted(faster, key=lambda v: -v.speed.value if v.speed else 0.0)
-    best = best or sorted(smaller, key=lambda v: v.memory or 1.0)
-    if best:
-        proved = [v for v in best if v.same or ((judged := v.accuracy or v.loss) and judged.fine)]
-        return _take((proved or best)[0], proved=bool(proved))
-    unknown = {v.row.label: why for v in right if (why := _unknown(v))}
-    found = unknown or {v.row.label: _why_not(v) for v in of}
-    reasons: dict[str, list[str]] = {}
-    for label, why in found.items():
-        reasons.setdefault(why, []).append(label)
-    if unknown:
-        why, labels = next(iter(reasons.items()))
-        return f"No answer{'' if len(labels) == len(of) else ' on ' + ', '.join(labels)}: {why}."
-    each = "; ".join(f"{', '.join(labels)} {why}" for why, labels in reasons.items())
-    return f"None is worth it here, because {each}."
-
-
-def _unknown(of: Verdict) -> str | None:
-    """Say what keeps a level that trained well from being told fast, slow, small or large."""
-    if of.speed is None:
-        few = "seeds" if of.seeds < LEAST else "steps"
-        return of.noise or f"too few {few} to compare"
-    if of.speed.low <= 1 and (of.speed.value >= WORTH or of.speed.high > ALIKE):
-        return f"{of.seeds} seeds cannot tell whether it is faster"
-    return "its memory was not measured" if of.memory is None and not _slower(of) else None
-
-
-def _why_not(of: Verdict) -> str:
-    if of.row.stopped:
-        return "took too long for the budget"
-    if not _trained(of):
-        return "did not train to the end at each seed"
-    if _bad(of):
-        return (
-            "lost accuracy" if of.accuracy and of.accuracy.worse else f"had a higher {of.loss_of}"
-        )
-    if _slower(of):
-        return "took longer"
-    return f"stayed below {WORTH} times the speed and above {LESS} times the memory"
-
-
-def _take(of: Verdict, *, proved: bool) -> str:
-    parts, speed = [], of.speed
-    if speed and speed.low > 1:
-        parts.append(f"{_times(speed.value)} times the speed")
-    elif speed:
-        ends = f"{speed.low:.2f} to {speed.high:.2f} times the speed"
-        parts.append("about as fast as O0" if _alike(speed) else ends)
-    if of.memory and of.memory <= LESS:
-        parts.append(f"{of.memory:.2f} times the memory")
-    quality = of.accuracy or of.loss
-    within = f"within {of.accuracy.margin:.2g} points" if of.accuracy else "within 5 %"
-    what = "accuracy" if of.accuracy else of.loss_of
-    has = f"{of.row.label}: {', '.join(parts)}"
-    if of.same:
-        return f"Take {has}, the same losses as {of.other.label}."
-    if proved:
-        return f"Take {has}, {what} {within}."
-    if quality is None:
-        return f"Perhaps {has}. But its quality could not be compared."
-    more = f"; about {quality.needed} would" if quality.needed else ""
-    unknown = f"{quality.seeds} seeds cannot tell whether its {what} is {within}"
-    return f"Perhaps {has}. But {unknown}{more}."
-
-
-def _trained(of: Verdict) -> bool:
-    """Whether it did at each seed: a level that diverges at one of five is no advice."""
-    return bool(of.row.runs) and all(run.status == "ok" for run in of.row.runs)
-
-
-def _bad(of: Verdict) -> bool:
-    return any(judged is not None and judged.worse for judged in (of.accuracy, of.loss))
-
-
-def _slower(of: Verdict) -> bool:
-    return of.speed is not None and of.speed.value < 1 / WORTH

@@ -142,6 +142,7 @@ class CellTraining:
             steps_per_epoch=self._steps_per_epoch,
             planned_steps=self.planned,
             test_size=self._task.test_size,
+            chance=self._task.chance,
             inference_ms=tuple(self._inference.milliseconds()[1:]),
             **found,
             **self._apart,

@@ -95,8 +95,7 @@ class Turns:
                 training.infer()
         for training in self._trainings:
             training.free()
-        for training in self._trainings:
-            training.measure_apart(self._left())
+        self._measure_apart()
         together = tuple(one.cell.label for one in self._trainings)
         runs = [training.result(together) for training in self._trainings]
         self._trainings.clear()
@@ -122,6 +121,14 @@ class Turns:
                 self._draw.shuffle(order)
             rounds += 1
             order = [training for training in order if not training.over]
+
+    def _measure_apart(self) -> None:
+        """Each takes about as long as the longest before it, as far as is known."""
+        longest = 0.0
+        for training in self._trainings:
+            begin = time.monotonic()
+            training.measure_apart(self._left() - longest)
+            longest = max(longest, time.monotonic() - begin)
 
     def _left(self) -> float:
         """Seconds of the budget."""

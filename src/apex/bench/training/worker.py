@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from apex.cli.processes import end_with_parent, how_it_ended
+
 __all__ = ["Died", "in_a_process"]
 
 
@@ -64,19 +66,11 @@ def in_a_process(
                 on_progress(*message)
     except (EOFError, OSError):
         process.join()
-        raise Died(_how(process.exitcode)) from None
+        raise Died(how_it_ended(process.exitcode)) from None
     finally:
         process.kill()
         process.join()
         pipe.close()
-
-
-def _how(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"its process ended with exit code {code}"
-    killed = code == -signal.SIGKILL  # also what a kernel without memory sends
-    why = "; the machine may have run out of memory" if killed else ""
-    return f"its process was ended by {signal.Signals(-code).name}{why}"
 
 
 def _serve(pipe: Connection, environment: dict[str, str]) -> None:
@@ -88,7 +82,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     multiprocessing.current_process().daemon = False
     # They start as in the user's program. As this process did, each would import torch, each epoch.
     multiprocessing.set_start_method(None, force=True)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what a task prints must not stand between the lines of the parent's report
     try:
         work, device, arguments, reports = pipe.recv()
@@ -98,11 +92,3 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
         pipe.send(("result", work(*arguments, **report)))
     except (EOFError, OSError):  # the parent is gone
         return
-
-
-def _end_with_parent() -> None:
-    """Wait until the parent is gone; then nobody wants what is trained."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

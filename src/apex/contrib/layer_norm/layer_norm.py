@@ -10,6 +10,8 @@ from apex.ops._function import Applied
 from apex.ops.norms import _scripted
 from apex.ops.norms.row_norms import norm
 
+_INSTEAD = "apex.normalization.MixedFusedLayerNorm"
+
 
 @_scripted.left_to_python
 def _fast_layer_norm(
@@ -19,8 +21,7 @@ def _fast_layer_norm(
     epsilon: float,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    instead = "apex.normalization.MixedFusedLayerNorm"
-    return norm(x, gamma, beta, gamma.shape, epsilon, memory_efficient, True, "half", instead)
+    return norm(x, gamma, beta, gamma.shape, epsilon, memory_efficient, True, "half", _INSTEAD)
 
 
 class FastLayerNormFN(Applied):
@@ -64,4 +65,8 @@ class FastLayerNorm(torch.nn.Module):
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             shape = self.weight.shape
             return _scripted.layer_norm(x, self.weight, self.bias, shape, self.epsilon, True)
-        return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)
+        weight = self.weight
+        return norm(
+            x, weight, self.bias, weight.shape, self.epsilon, self.memory_efficient, True, "half",
+            _INSTEAD,
+        )  # fmt: skip

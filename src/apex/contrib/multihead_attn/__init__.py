@@ -1,10 +1,7 @@
 """Multi-head attention layers with Apex's parameters, over PyTorch's own attention function."""
 
-from apex._missing import explain_attributes
 from apex.contrib.multihead_attn.encdec_multihead_attn import EncdecMultiheadAttn
 from apex.contrib.multihead_attn.mask_softmax_dropout_func import fast_mask_softmax_dropout_func
 from apex.contrib.multihead_attn.self_multihead_attn import SelfMultiheadAttn
 
 __all__ = ["EncdecMultiheadAttn", "SelfMultiheadAttn", "fast_mask_softmax_dropout_func"]
-
-explain_attributes(__name__)

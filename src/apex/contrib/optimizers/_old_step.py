@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from apex.ops.lists.tensor_lists import Scalar, refuse_nested
+from apex.optimizers import _checks
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -49,7 +50,7 @@ class OldStep(FusedOptimizer):
         is_plain = not isinstance(scale, torch.Tensor) and scale == 1
         if is_plain and not given and not copies and grad_norms is None:
             return self._stepped(closure, historic)
-        self._refuse(historic)
+        _checks.step_arguments(self._name, historic, self._takes_arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():

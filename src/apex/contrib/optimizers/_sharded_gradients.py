@@ -29,6 +29,7 @@ from apex.ops.lists.flat import broadcast, group_by_size
 from apex.ops.lists.shards import Kinds, Piece, Sent, ShardBucket
 from apex.ops.lists.streams import HookOrder
 from apex.ops.lists.tensor_lists import Scalar
+from apex.optimizers import _checks
 from apex.optimizers._base import FusedOptimizer
 
 ENOUGH = 0.7  # of a bucket that is filled; the original's
@@ -304,7 +305,7 @@ class ShardedGradients(FusedOptimizer):
     def _take(self, bucket: ShardBucket, place: int) -> None:
         param = bucket.params[place]
         if param.grad is not None:
-            self._check_grads([param.grad])
+            _checks.gradients(self._name, [param.grad])
         bucket.add(place)
         self._present.add(id(param))
         self._measured = None

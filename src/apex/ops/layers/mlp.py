@@ -36,6 +36,19 @@ def outputs_of(
         yield x
 
 
+def output_of(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[Optional],
+    activation: int,
+) -> torch.Tensor:
+    """The last of :func:`outputs_of`, without a frame of Python for each layer."""
+    activate = _IN_PLACE[activation]
+    for weight, bias in zip(weights, biases, strict=True):
+        x = activate(F.linear(x, weight, bias))
+    return x
+
+
 def backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -75,10 +88,15 @@ def parts(
         raise ArgumentError(f"{name}: activation is {activation!r}; allowed are {known}.")
     x, weights = args[0], args[1 : count + 1]
     biases: Sequence[Optional] = args[count + 1 :] or [None] * count
-    dense.check(
-        name,
-        x,
-        {f"weight_{i}": weight for i, weight in enumerate(weights)},
-        {f"bias_{i}": each for i, each in enumerate(biases)},
-    )
+    features = -1
+    for weight, each in zip(weights, biases, strict=True):
+        if not dense.fit(x, weight, each, features):
+            dense.check(
+                name,
+                x,
+                {f"weight_{i}": weight for i, weight in enumerate(weights)},
+                {f"bias_{i}": each for i, each in enumerate(biases)},
+            )
+            break
+        features = weight.shape[0]
     return x, weights, biases

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import check_shape, check_tensors
-from apex.ops._dtypes import wide
+from apex.ops import _runtime
+from apex.ops._check import FLOATS, check_shape, check_tensors
+from apex.ops._dtypes import WIDE, alike, wide
 from apex.ops._op import op
 
 
@@ -32,6 +33,14 @@ OP = op(
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Check the arguments, bring them to one dtype and compute."""
+    if (
+        OP.is_small(gate)
+        and type(up) in _runtime.PLAIN
+        and up.shape == gate.shape
+        and alike(gate, up)
+        and gate.dtype in FLOATS
+    ):
+        return F.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
     tensors = {"gate": gate, "up": up}
     check_tensors("swiglu", tensors, floating=tensors, required=tensors)
     if up.shape != gate.shape:

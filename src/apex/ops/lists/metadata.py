@@ -55,17 +55,20 @@ def of_metadata(fact: _Fact) -> _Fact:
         # which columns repeat it is in the key.
         repeats = _repeats(columns)
         distinct = [x for n, x in enumerate(columns) if n not in repeats] if repeats else columns
-        tensors = [*chain.from_iterable(distinct)]
-        some = tensors and [tensors[0], tensors[len(tensors) // 2], tensors[-1]]
+        full = [column for column in distinct if column]
+        ends = full and (full[0][0], full[-1][-1])
+        middle = full and full[len(full) // 2]
+        some = middle and (*ends, middle[len(middle) // 2])
         if not some or torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, some)):
             return fact(columns, *more)
         # Equal keys need not mean equal metadata: they choose with what it is compared.
         chosen = [(x.dtype, x.numel(), x.is_nested) for x in some]  # torch aborts on a nested one
         kept = _kept(fact, more, *repeats.items(), *map(len, columns), *chosen)
         for guards, found in kept:
-            if guards.check(*tensors):
+            if guards.check(*chain.from_iterable(distinct)):
                 return found
         found = fact(columns, *more)
+        tensors = [*chain.from_iterable(distinct)]
         if _can_be_guarded(tensors):
             _make_room(len(tensors))
             # Four lists for a key, the newest first: gradients have the key of their parameters.

@@ -22,6 +22,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -39,7 +40,15 @@ from apex.ops.lists.quantized import (
     quantize,
     row_length,
 )
-from apex.ops.lists.tensor_lists import Scalar, TensorList, joined, odd_positions, set_flag, taken
+from apex.ops.lists.tensor_lists import (
+    Scalar,
+    TensorList,
+    joined,
+    numels_of,
+    odd_positions,
+    set_flag,
+    taken,
+)
 
 Values = tuple[torch.Tensor, ...]
 
@@ -327,7 +336,7 @@ def _fused(call: _Call) -> torch.Tensor | None:
     from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
 
     device, quantized = call.device, call.codec.quantized
-    sizes, more = tuple(map(torch.Tensor.numel, call.columns[0])), {}
+    sizes, more = numels_of(call.columns[0]), {}
     if quantized:
         shapes = [x.shape for x in call.columns[quantized[0].column]]
         sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
@@ -340,9 +349,9 @@ def _fused(call: _Call) -> torch.Tensor | None:
     (function,) = _jitted(call.update.kernel)
     decode, encode = _jitted(call.codec.kernel)
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
-    written = [tensor for column, _ in call.stores for tensor in call.columns[column]]
-    written += [tensor for one in quantized for tensor in one.absmax]
-    torch.autograd.graph.increment_version(written)
+    written = [call.columns[column] for column, _ in call.stores]
+    written += [one.absmax for one in quantized]
+    torch.autograd.graph.increment_version(chain.from_iterable(written))
     return kernels.launch(
         layout,
         tables[: len(call.columns)],

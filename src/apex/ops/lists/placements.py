@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.tensor_lists import OWN_MEMORY, joined, local, local_parts, taken
+from apex.ops.lists.tensor_lists import OWN_MEMORY, TensorColumn, joined, local, local_parts, taken
 
 
 def placed(
@@ -163,7 +163,7 @@ def _groups(tensor: Any) -> Groups:
 
 def norm_of_all(
     tensors: Sequence[torch.Tensor],
-    norm: Callable[[list[torch.Tensor]], torch.Tensor],
+    norm: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     order: float,
     over: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
@@ -185,6 +185,8 @@ def norm_of_all(
         RuntimeError: A DTensor is ``Partial``.
         ValueError: Tensors are sharded, and ``order`` is not above 0.
     """
+    if not over and isinstance(tensors, TensorColumn):
+        return norm(tensors)
     every = [*over] or [*tensors]
     if OWN_MEMORY.issuperset(map(type, every)) or not any(map(is_sharded, every)):
         return norm([*local_parts(tensors)])

@@ -28,9 +28,12 @@ import torch
 
 from apex.kernels._tables import Layout, Table
 from apex.ops import _runtime
+from apex.ops.lists.tensor_lists import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from apex.ops.lists.tensor_lists import TensorList
 
 # Bytes of all tables on devices, with their keys. An address takes some 48 (8 on the device, 40 of
 # a Python integer in the key): a million of them, where the optimizer of a model of 300 tensors has
@@ -68,13 +71,13 @@ class TableCache:
     def of_launch(
         self,
         numels: tuple[int, ...],
-        columns: Iterable[Iterable[torch.Tensor]],
+        columns: Iterable[TensorList],
         device: torch.device,
     ) -> tuple[Layout, list[Table]]:
         """Find or upload where programs work in tensors of these sizes, and their addresses."""
         # Where programs work, and a table for each column: one call asks for stream and lock once.
-        addresses = [tuple(map(torch.Tensor.data_ptr, column)) for column in columns]
-        layout, *tables = self._find([(Layout, numels), *zip(repeat(Table), addresses)], device)
+        named = zip(repeat(Table), addresses_of(columns), strict=False)
+        layout, *tables = self._find([(Layout, numels), *named], device)
         return layout, tables
 
     def table(self, column: Iterable[torch.Tensor], device: torch.device) -> Table:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
-from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
+from apex.ops._dtypes import NARROW, WIDE, Optional, alike, to_dtype, wide
 from apex.ops._op import op
 from apex.ops.norms import row_norm_pieces
 from apex.ops.norms._scripted import Shape, left_to_python
@@ -101,6 +101,19 @@ def norm(
     Raises:
         ArgumentError: What is passed does not fit together.
     """
+    if (
+        not memory_efficient
+        and OP.is_small(x)
+        and alike(x, weight, bias)
+        and (x.dtype in WIDE or (x.dtype in NARROW and not (centered and x.is_cpu)))
+        and (bias is None or weight is not None)
+    ):  # then the definition is a function of torch's alone
+        try:
+            if centered:
+                return F.layer_norm(x, shape, weight, bias, eps)
+            return F.rms_norm(x, shape, weight, eps)
+        except (RuntimeError, TypeError):
+            pass  # below are the words for what does not fit
     x, weight, bias = OP.cast(x, weight, bias)
     refuse_other_dtype(x, weight, instead, weights)
     check_norm("layer_norm" if centered else "rms_norm", x, weight, bias, shape)

@@ -142,17 +142,22 @@ class Adam(AdamNumbers):
 
     def scalars(self, factor: Scalar) -> AdamScalars:
         """What the update takes."""
-        return AdamScalars(
-            factor, self.lr, self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2, self.eps,
-            *corrections(self), *l2_and_decay(self.weight_decay, self.adam_w_mode),
-        )  # fmt: skip
+        return scalars(self, factor)
+
+
+def scalars(hyper: AdamNumbers, factor: Scalar) -> AdamScalars:
+    """What the update takes for these hyperparameters."""
+    return AdamScalars(
+        factor, hyper.lr, hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.eps,
+        *corrections(hyper), *l2_and_decay(hyper.weight_decay, hyper.adam_w_mode),
+    )  # fmt: skip
 
 
 def adam_(
     columns: Sequence[TensorList], hyper: Adam, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
     """Take one step; the states are first and second moments."""
-    update, kernel = (ADAM_EPS_INSIDE, None) if hyper.eps_inside_sqrt else (ADAM, _torchs)
+    update, kernel = (ADAM_EPS_INSIDE, None) if hyper.eps_inside_sqrt else (ADAM, torchs)
     cpu_fused.step_or_run(update, kernel, columns, hyper, options)
 
 
@@ -162,7 +167,7 @@ def for_torch(step: Step, corrects: bool) -> torch.Tensor:
     return cpu_fused.number(float(step) if corrects else math.inf)
 
 
-def _torchs(hyper: Adam) -> Callable[..., None]:
+def torchs(hyper: AdamNumbers) -> Callable[..., None]:
     """Torch's fused kernel for float32 columns of the CPU."""
     step = for_torch(hyper.step, hyper.bias_correction)
     fused = torch._fused_adamw_ if hyper.adam_w_mode else torch._fused_adam_

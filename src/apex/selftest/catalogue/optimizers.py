@@ -16,6 +16,7 @@ import torch
 
 from apex import optimizers
 from apex.contrib import optimizers as contrib
+from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamSWA
 from apex.selftest.catalogue.entry import DTYPES
 from apex.selftest.catalogue.peers import Peer, foreach_lamb, foreach_novograd, of_torch
 
@@ -94,6 +95,19 @@ def adam_eps_inside(step: Step) -> tuple[torch.Tensor, State]:
     root = (state["exp_avg_sq"] + below * group["eps"]).sqrt() + beside * group["eps"]
     update = state["exp_avg"] / root
     return param - rate * (update + group["weight_decay"] * param), state
+
+
+def adam_swa(step: Step) -> tuple[torch.Tensor, State]:
+    """The Adam of FusedAdamSWA; of its average there is nothing in the state."""
+    decoupled = step.group["adam_math_mode"] is AdamMathType.ApexAdamW
+    return adam(step._replace(group={**step.group, "adam_w_mode": decoupled}))
+
+
+def averaged(params: Any, **options: Any) -> FusedAdamSWA:
+    """Make FusedAdamSWA of weights that the model computes with, too."""
+    groups = [group["params"] if isinstance(group, dict) else [group] for group in params]
+    weights = [weight for group in groups for weight in group]
+    return FusedAdamSWA(params, weights, [x.detach().clone() for x in weights], 0.9, **options)
 
 
 def lamb(step: Step) -> tuple[torch.Tensor, State]:
@@ -303,6 +317,12 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         contrib.FusedAdam, adam_eps_inside,
         (Variant("eps inside the root", {"eps_inside_sqrt": True}),),
         name="FusedAdam of apex.contrib",
+    ),
+    Optimizer(
+        averaged, adam_swa,
+        (Variant(), Variant("decoupled", {"adam_math_mode": AdamMathType.ApexAdamW})),
+        name="FusedAdamSWA of apex.contrib",
+        options={"adam_math_mode": AdamMathType.PyTorchAdam},
     ),
     Optimizer(
         optimizers.FusedSGD, sgd,

@@ -41,6 +41,7 @@ def setup_microbatch_calculator(
     global_batch_size: int,
     micro_batch_size: int,
     data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
 ) -> None:
     """Set the calculator up, once.
 
@@ -55,8 +56,9 @@ def setup_microbatch_calculator(
             "_reconfigure_microbatch_calculator replaces it."
         )
     _reconfigure_microbatch_calculator(
-        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size
-    )
+        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size,
+        decrease_batch_size_if_needed,
+    )  # fmt: skip
 
 
 def _reconfigure_microbatch_calculator(
@@ -65,12 +67,14 @@ def _reconfigure_microbatch_calculator(
     global_batch_size: int,
     micro_batch_size: int,
     data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
 ) -> None:
     """Set the calculator up, or replace it; after an error the old one stays."""
     global _GLOBAL_NUM_MICROBATCHES_CALCULATOR  # noqa: PLW0603  # programs read it by this name
     _GLOBAL_NUM_MICROBATCHES_CALCULATOR = build_num_microbatches_calculator(
-        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size
-    )
+        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size,
+        decrease_batch_size_if_needed,
+    )  # fmt: skip
 
 
 def _calculator() -> ConstantNumMicroBatches | RampupBatchsizeNumMicroBatches:

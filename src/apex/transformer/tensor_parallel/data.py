@@ -46,6 +46,15 @@ def broadcast_data(
     return {key: piece.view(shape) for key, piece, shape in pieces}
 
 
+def _check_data_types(
+    keys: Sequence[str], data: Mapping[str, torch.Tensor], target_dtype: torch.dtype
+) -> None:
+    """Raise ``ArgumentError`` if a tensor is missing or has another dtype; programs call it."""
+    found = _shapes(keys, data, target_dtype)
+    if isinstance(found, str):
+        raise ArgumentError(f"_check_data_types: {found}")
+
+
 def _shapes(
     keys: Sequence[str], data: Mapping[str, torch.Tensor], datatype: torch.dtype
 ) -> list[tuple[int, ...]] | str:

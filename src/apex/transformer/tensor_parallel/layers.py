@@ -223,6 +223,7 @@ class ColumnParallelLinear(_Parallel):
         gradient_accumulation_fusion: Whether to add the weight's gradient to ``weight.main_grad``.
         sequence_parallel_enabled: Whether ``x`` is this rank's part of the sequence.
         accumulation_in_fp16: Has no effect; the dtype of ``main_grad`` counts.
+        config: Has no effect; Megatron's, of which this layer needs nothing.
     """
 
     gather_output = async_tensor_model_parallel_allreduce = True
@@ -244,6 +245,7 @@ class ColumnParallelLinear(_Parallel):
         gradient_accumulation_fusion: bool = False,
         sequence_parallel_enabled: bool = False,
         accumulation_in_fp16: bool | None = None,
+        config: Any = None,
     ) -> None:
         super().__init__()
         _check_no_effect(accumulation_in_fp16)
@@ -316,6 +318,7 @@ class RowParallelLinear(_Parallel):
         gradient_accumulation_fusion: bool = False,
         sequence_parallel_enabled: bool = False,
         accumulation_in_fp16: bool | None = None,
+        config: Any = None,
     ) -> None:
         super().__init__()
         _check_no_effect(accumulation_in_fp16)

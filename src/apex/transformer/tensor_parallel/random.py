@@ -31,6 +31,12 @@ def _generator() -> Any:
     return torch.random if device.type == "cpu" else torch.get_device_module(device)
 
 
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int | str | torch.device = -1) -> None:
+    """Set the state of a device's generator, by default of the current one's; on a CPU its own."""
+    where = [] if device == -1 or parallel_state.current_device().type == "cpu" else [device]
+    _generator().set_rng_state(new_state, *where)
+
+
 class CudaRNGStatesTracker:
     """States of the device's random number generator by name.
 

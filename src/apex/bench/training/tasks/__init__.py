@@ -47,6 +47,7 @@ _OPTIONAL: dict[str, tuple[Any, str]] = {  # attributes with defaults in Task: w
     "accuracy": ((Callable, type(None)), "a function"),
     "test_loss": ((Callable, type(None)), "a function"),
     "test_size": ((int, type(None)), "a whole number"),
+    "chance": ((int, float, type(None)), "a number"),
     "step": ((Callable, type(None)), "a function"),
     "losses": (int, "a whole number"),
     "growth_interval": (int, "a whole number"),
@@ -95,7 +96,9 @@ def complete(made: Any) -> Task:
     """
     if made is None:
         raise TypeError("is None; a task with model, loss and loader is needed")
-    missing = [name for name in NEEDED if not callable(getattr(made, name, None))]
+    own_step = callable(getattr(made, "step", None))  # computes its losses itself
+    needed = [name for name in NEEDED if name != "loss" or not own_step]
+    missing = [name for name in needed if not callable(getattr(made, name, None))]
     if missing:
         raise TypeError(f"({type(made).__name__}) has no function {' and no '.join(missing)}")
     for name, (kind, described) in _OPTIONAL.items():

@@ -83,6 +83,7 @@ class Classification(Task):
 
     def __init__(self, data: Split, **attributes: Any) -> None:
         self.data, self.test_size = data, _asked(data.test_y)
+        self.chance = _most_frequent(data.test_y)
         super().__init__(**attributes)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -118,6 +119,12 @@ def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 def _asked(labels: torch.Tensor) -> int:
     return int((labels != IGNORED).sum())
+
+
+def _most_frequent(labels: torch.Tensor) -> float:
+    """Give the per cent that are right if the answer is always the most frequent label."""
+    asked = labels[labels != IGNORED]
+    return 100 * int(asked.bincount().max()) / len(asked) if len(asked) else 0.0
 
 
 def package(name: str, task: str) -> ModuleType:

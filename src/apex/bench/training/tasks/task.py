@@ -2,7 +2,7 @@
 
 ``apex bench --task user.py:build`` imports the file, with its folder first on the import path. It
 calls ``build`` with a `TaskOptions`, and needs three functions of what that returns, which may be
-any object or a module::
+any object or a module (two, without ``loss``, if it has a `step`)::
 
     class Regression:
         def model(self):  # in float32, on the CPU; the seed is set before
@@ -92,6 +92,10 @@ class Task:
 
     test_size: int | None = None
     """How many answers `accuracy` counts: images, or characters of a text. ``None`` if unknown."""
+
+    chance: float | None = None
+    """The accuracy of guessing, in per cent, that a trained model must exceed. ``None`` if
+    unknown: then an accuracy is compared with that of the untrained model."""
 
     step: (
         Callable[

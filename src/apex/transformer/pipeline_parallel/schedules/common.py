@@ -1,7 +1,7 @@
 """One micro-batch forward, and one backward; and the model of a stage."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ from apex.transformer.pipeline_parallel.p2p_communication import FutureTensor
 from apex.transformer.tensor_parallel.layers import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
+
+listify_model, unwrap_model = utils.listify_model, utils.unwrap_model  # programs import them here
+Batch = torch.Tensor | Sequence[torch.Tensor] | dict[str, torch.Tensor] | None
+LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+FwdStepFunc = Callable[[Batch, torch.nn.Module], tuple[torch.Tensor, LossFunc]]
 
 
 def build_model(

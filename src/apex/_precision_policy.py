@@ -1,0 +1,122 @@
+"""The file that says which modules stay out of which format: `what_if` writes it, amp reads it.
+
+It is JSON::
+
+    {
+      "apex_precision_policy": 1,
+      "formats": {
+        "float16": {"loss_scale": 8192.0, "modules": {"blocks.7.attn": "float32"}},
+        "bfloat16": {"modules": {}},
+        "e4m3": {"modules": {"head": "bfloat16"}}
+      }
+    }
+
+A module is named as in ``model.named_modules()``, without the parts that ``torch.compile`` and
+parallel wrappers add. What is inside of it is meant too, except for what has a name of its own: the
+innermost name counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MARK, VERSION = "apex_precision_policy", 1
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+def read(policy: Any) -> dict[str, Any]:
+    """The sections of a policy, by format.
+
+    Args:
+        policy: A path, or what such a file has in it.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It is no policy, or of another version.
+    """
+    if isinstance(policy, (str, os.PathLike)):
+        shown, text = f"policy {os.fspath(policy)!r}", Path(policy).read_text(encoding="utf-8")
+        try:
+            policy = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"amp.initialize: {shown} is not JSON ({error}).") from None
+    else:
+        shown = "policy"
+    if not isinstance(policy, Mapping):
+        raise TypeError(
+            f"amp.initialize: {shown} was a {type(policy).__name__}; it must be the path of a file "
+            "that apex what-if --save has written, or what is in it; of several models a list."
+        )
+    if policy.get(MARK) != VERSION:
+        raise ValueError(
+            f"amp.initialize: {shown} has {MARK}={policy.get(MARK)!r}; this apex reads {VERSION}. "
+            "Write it with apex what-if --save, or apex.debug.what_if(...).save(path)."
+        )
+    formats: Any = policy.get("formats")
+    if not isinstance(formats, Mapping) or not all(
+        isinstance(one, Mapping) and isinstance(one.get("modules"), Mapping)
+        for one in formats.values()
+    ):
+        raise ValueError(
+            f"amp.initialize: {shown} has no 'formats' whose entries have 'modules'. Write it with "
+            "apex what-if --save, or apex.debug.what_if(...).save(path)."
+        )
+    return dict(formats)
+
+
+def named_modules(model: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules by all of their names, without what wrappers add; a wrapper before what it wraps."""
+    yield name, model
+    for part, child in model._modules.items():
+        if child is None:
+            continue
+        is_inner = part == "_orig_mod" or (part == "module" and type(model).__name__ in _WRAPPERS)
+        below = name if is_inner else f"{name}.{part}" if name else part
+        yield from named_modules(child, below)
+
+
+def innermost(
+    model: torch.nn.Module, name: str, called: Collection[int], readers: Mapping[int, set[int]]
+) -> str | None:
+    """The innermost module at or around ``name`` that a policy can name; None if none.
+
+    Args:
+        model: The model, which cannot be named itself.
+        name: The name of a part of it.
+        called: The ids of the modules that a forward calls.
+        readers: Of each weight, by id, the ids of the modules that multiply with it.
+    """
+    modules = dict([*named_modules(model)][::-1])  # a wrapper, not what it wraps
+    while name:
+        inside = {id(one) for one in modules[name].modules()}
+        is_read_inside = all(
+            readers.get(id(p), set()) <= inside for p in modules[name].parameters()
+        )
+        is_shared = shared_weight(model, modules[name]) is not None
+        if id(modules[name]) in called and is_read_inside and not is_shared:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def write(path: str | os.PathLike[str], policy: Mapping[str, Any]) -> None:
+    """Write what :func:`read` reads."""
+    Path(path).write_text(json.dumps(policy, indent=2) + "\n", encoding="utf-8")
+
+
+def shared_weight(model: torch.nn.Module, module: torch.nn.Module) -> str | None:
+    """The name of a weight of ``module`` that a part of ``model`` outside of it has too."""
+    inside = {id(one) for one in module.modules()}
+    own = {id(weight) for weight in module.parameters()}
+    for name, one in named_modules(model):
+        if id(one) not in inside:
+            for key, weight in one._parameters.items():
+                if weight is not None and id(weight) in own:
+                    return f"{name}.{key}" if name else key
+    return None

@@ -1,0 +1,118 @@
+"""What cannot be captured, seen in an eager step, and named: operation, line, what to do.
+
+The last eager call before a capture runs under :class:`Probe`. CUDA would raise in the capture, in
+words that do not name the cause, or not at all: it would record the value of a CPU tensor.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_WAIT = ("aten::equal", "aten::is_nonzero", "aten::allclose")
+_BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_OF_THE_HOST = (
+    "reads a CPU tensor, whose value each replay would repeat. Make it on the GPU before, or pass "
+    "it as an argument that is on the GPU"
+)
+
+
+class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for what a capture on ``device`` would not take; ``found`` is the first such thing.
+
+    What apex does itself is left out: in a capture it does something else, or raises by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.found = device, ""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` run its graphs as without this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.found:
+            reason = self._reason(func, args, kwargs)
+            frame = _programs_frame(sys._getframe(1)) if reason else None
+            if frame is not None:
+                self.found = f"{func}, called in {_line(frame, frame.f_lineno)}, {reason}"
+        return func(*args, **kwargs)
+
+    def _reason(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+        """Why a capture would not take this call; empty if it does."""
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        devices, to = {one.device for one in leaves}, kwargs.get("device")
+        if self.device not in devices:
+            return _OF_THE_HOST if devices and to is not None and self._is_here(to) else ""
+        if torch.Tag.data_dependent_output in func.tags or func._schema.name in _WAIT:
+            return "waits for the device. Return the tensor, and read it outside of the function"
+        if func._schema.name in _BY_INDEX:
+            if _by_mask(args):
+                return (
+                    "selects by a mask, so a shape depends on data. Use torch.where or masked_fill"
+                )
+        elif torch.Tag.dynamic_output_shape in func.tags and not _has_size(func, args, kwargs):
+            return "has a result whose shape depends on data. Use a mask (torch.where) instead"
+        if to is not None and not self._is_here(to):
+            return f"copies to {to} and waits. Return the tensor, and copy it outside"
+        return "" if all(map(self._is_here, devices)) else _OF_THE_HOST
+
+    def _is_here(self, device: Any) -> bool:
+        return torch.device(device).type == self.device.type
+
+
+def _by_mask(args: Any) -> bool:
+    """Whether elements are taken, or written, where a mask is true; one value needs no shape."""
+    masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+    is_one_value = len(args) > 2 and args[2].numel() == 1 and len(args[1]) == 1
+    return bool(masks) and not is_one_value
+
+
+def _has_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the program has given the size that else depends on data."""
+    if func._schema.name == "aten::repeat_interleave":
+        return kwargs.get("output_size") is not None
+    return func._schema.name == "aten::one_hot" and args[1:2] not in ((), (-1,))
+
+
+def _programs_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame outside of torch; ``None`` if apex has called torch there."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_filename.startswith(_APEX) else frame
+
+
+def _line(where: FrameType, number: int) -> str:
+    file = where.f_code.co_filename
+    return f"{file}:{number} ({linecache.getline(file, number).strip()})"
+
+
+def describe(error: BaseException) -> str:
+    """Name what a capture has failed at: the program's line, and what was raised there.
+
+    CUDA raises once more where the capture ends, without a line of the program.
+    """
+    first: BaseException | None = error
+    while first is not None:
+        lines = [
+            _line(frame, number)
+            for frame, number in traceback.walk_tb(first.__traceback__)
+            if not frame.f_code.co_filename.startswith((_TORCH, _APEX))
+        ]
+        if lines:
+            return f"{lines[-1]}: {type(first).__name__}: {str(first).partition(chr(10))[0]}"
+        first = first.__context__
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,93 @@
+"""Pools of NCCL's memory, over the allocator that PyTorch's NCCL backend has.
+
+New programs use ``torch.distributed._symmetric_memory``, for which NVIDIA deprecates this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+dist = torch.distributed
+
+
+def init() -> None:
+    """Set the two environment variables that NCCL and PyTorch read; call it before their groups."""
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
+
+
+def _backend(name: str, group: Any = None) -> Any:
+    """The NCCL backend of a group, by default of the world."""
+    found: Any = None
+    if torch.cuda.is_available() and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD if group is None else group
+        if "cuda" in {device.type for device in group._device_types}:
+            found = group._get_backend(torch.device("cuda"))
+    if not hasattr(found, "mem_allocator"):
+        raise RuntimeError(
+            f"nccl_allocator.{name} needs a GPU and a process group of NCCL; there is "
+            f"{'no GPU' if not torch.cuda.is_available() else 'no such group'}. Call "
+            'torch.distributed.init_process_group("nccl") first, or pass enabled=False to nccl_mem.'
+        )
+    return found
+
+
+def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
+    """Make a ``torch.cuda.MemPool`` of NCCL's allocator.
+
+    Args:
+        symmetric: Whether its memory has the same layout on all ranks; only in releases of torch
+            whose ``MemPool`` has this argument.
+
+    Raises:
+        RuntimeError: There is no GPU, no process group of NCCL, or ``symmetric`` in another
+            release.
+    """
+    allocator = _backend("create_nccl_mem_pool").mem_allocator
+    if not symmetric:
+        return torch.cuda.MemPool(allocator)
+    if "symmetric" not in inspect.signature(torch.cuda.MemPool).parameters:
+        raise RuntimeError(
+            f"create_nccl_mem_pool: torch {torch.__version__} makes no symmetric pool this way. "
+            "Leave symmetric out, or use torch.distributed._symmetric_memory."
+        )
+    return torch.cuda.MemPool(allocator, symmetric=True)  # type: ignore[call-arg]
+
+
+def register_mem_pool(pool: Any, group: Any = None) -> None:
+    """Register a pool's memory with the NCCL backend of a group, by default of the world.
+
+    Raises:
+        RuntimeError: There is no GPU, or the group is none of NCCL.
+    """
+    _backend("register_mem_pool", group).register_mem_pool(pool)
+
+
+@contextlib.contextmanager
+def nccl_mem(
+    pool: Any, enabled: bool = True, device: Any = None, group: Any = None
+) -> Iterator[None]:
+    """In a ``with`` block, allocate from a pool; register the pool with a group after it.
+
+    Args:
+        pool: Of :func:`create_nccl_mem_pool`.
+        enabled: Whether to do anything.
+        device: The GPU whose allocations come from the pool; by default the current one.
+        group: The group that gets the memory; by default the world.
+
+    Raises:
+        RuntimeError: On entering: there is no GPU, or the group is none of NCCL.
+    """
+    if not enabled:
+        yield
+        return
+    backend = _backend("nccl_mem", group)
+    with torch.cuda.use_mem_pool(pool, device):
+        yield
+    backend.register_mem_pool(pool)  # a segment that is registered already is left alone

@@ -1,0 +1,236 @@
+"""initialize(policy=...): the named modules stay in float32, weights and products."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp
+
+LEVELS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def policy(half, **modules):
+    names = {name.replace("_", "."): value for name, value in modules.items()}
+    return {"apex_precision_policy": 1, "formats": {name_of(half): {"modules": names}}}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.c = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+def made(level, model, given, **options):
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"loss_scale": 1.0, "verbosity": 0, **options}
+    return amp.initialize(model, optimizer, opt_level=level, policy=given, **options)
+
+
+def products(model, x):
+    """What each linear layer computed in: the type that its product was given, and its weight's."""
+    seen = {}
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.addmm.default:
+                seen[layers.pop(0)] = args[1].dtype
+            return func(*args, **(kwargs or {}))
+
+    layers = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    with Seen():
+        model(x)
+    return seen
+
+
+@pytest.mark.parametrize(("level", "half"), LEVELS.items())
+def test_the_named_module_computes_in_float32_and_the_others_do_not(level, half):
+    model, optimizer = made(level, Net(), policy(half, b="float32"))
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    wide = torch.float32
+    assert products(model, x) == {"a": half, "b.0": wide, "b.2": wide, "c": half}
+    casts_weights = level in ("O2", "O5")
+    weights = {name.rpartition(".")[0]: p.dtype for name, p in model.named_parameters()}
+    kept = half if casts_weights else wide
+    assert weights == {"a": kept, "b.0": wide, "b.2": wide, "c": kept}
+    before = model.b[0].weight.detach().clone()
+    with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not torch.equal(before, model.b[0].weight)
+    amp.reset()
+    assert products(model, x) == dict.fromkeys(weights, wide)
+
+
+@pytest.mark.parametrize(("level", "half"), LEVELS.items())
+def test_the_innermost_name_counts(level, half):
+    model, _ = made(level, Net(), policy(half, b="float32", b_2=name_of(half)))
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    assert products(model, x) == {"a": half, "b.0": torch.float32, "b.2": half, "c": half}
+
+
+def test_a_product_beyond_float16_is_finite_where_it_is_named():
+    """At O1; the effect of a policy on a training."""
+    big = Net()
+    with torch.no_grad():
+        big.b[0].weight.mul_(1e6)
+        big.b[2].weight.div_(1e6)
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    exact = big(x).detach()
+    plain, _ = made("O1", copy.deepcopy(big), None)
+    assert not torch.isfinite(plain(x)).all()
+    amp.reset()
+    model, _ = made("O1", big, policy(torch.float16, b="float32"))
+    torch.testing.assert_close(model(x).float(), exact, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_follows_it():
+    torch._dynamo.reset()
+    model, _ = made("O2", Net(), policy(torch.float16, b="float32"))
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    exact = model(x)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(x), exact)
+
+
+def test_names_are_without_what_compile_and_wrappers_add():
+    model = Net()
+    inner, model.b = model.b, torch.compile(model.b, backend="eager")
+    made("O2", nn.DataParallel(model), policy(torch.float16, b_0="float32"))
+    assert [inner[0].weight.dtype, inner[2].weight.dtype] == [torch.float32, torch.float16]
+
+
+def test_of_several_models_each_has_its_own(tmp_path):
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(policy(torch.bfloat16, a="float32")))
+    models = [Net(), Net(), Net()]
+    given = [str(file), None, policy(torch.bfloat16, c="float32")]
+    amp.initialize(models, opt_level="O5", policy=given, verbosity=0)
+    kept = [[n for n, p in m.named_parameters() if p.dtype == torch.float32] for m in models]
+    assert kept == [["a.weight", "a.bias"], [], ["c.weight", "c.bias"]]
+    with pytest.raises(ValueError, match="policy had 1 entries for 3 models"):
+        amp.initialize([Net(), Net(), Net()], opt_level="O5", policy=str(file), verbosity=0)
+
+
+class Tied(nn.Module):
+    """With a tied weight, an attention, and a module whose weights its parent reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(4, 4)
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.attention = nn.MultiheadAttention(4, 1)
+
+    def forward(self, x):
+        h = self.embedding(x)
+        h = nn.functional.linear(h, self.read.weight.to(h.dtype))
+        return self.head(self.attention(h, h, h)[0])
+
+
+REFUSED = {
+    "a name that is not there": ({"nothing": "float32"}, "names 'nothing', which the Tied"),
+    "the model itself": ({"": "float32"}, "names ''.*without the model itself"),
+    "a part of an attention": ({"attention.out_proj": "float32"}, "never called.*'attention'"),
+    "a tied weight": ({"head": "float32"}, "names 'head', which shares.*'embedding.weight'"),
+    "another type": ({"attention": "float8"}, "has 'float8' for 'attention'.*'float32' and"),
+}
+
+
+@pytest.mark.parametrize(("modules", "match"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_initialize_refuses(modules, match):
+    model = Tied()
+    given = {"apex_precision_policy": 1, "formats": {"float16": {"modules": modules}}}
+    with pytest.raises(ValueError, match=match):
+        made("O2", model, given)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # nothing was changed
+
+
+FILES = {
+    "no JSON": ("{", "is not JSON"),
+    "another version": ('{"apex_precision_policy": 2}', "=2; this apex reads 1"),
+    "no formats": ('{"apex_precision_policy": 1}', "has no 'formats'"),
+    "another format": ('{"apex_precision_policy": 1, "formats": {"e4m3": {"modules": {}}}}',
+                       "nothing about float16, in which O1 computes; it has e4m3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "match"), FILES.values(), ids=FILES.keys())
+def test_files_that_are_no_policy(text, match, tmp_path):
+    (tmp_path / "policy.json").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        made("O1", Net(), tmp_path / "policy.json")
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_levels_without_policies(level):
+    with pytest.raises(RuntimeError, match="Allowed are O1, O2, O4 and O5"):
+        made(level, Net(), policy(torch.float16, b="float32"))
+
+
+def test_one_module_under_two_names_cannot_be_two_things():
+    model = Net()
+    model.again = model.a
+    with pytest.raises(ValueError, match="different things of 'a' and 'again'"):
+        made("O1", model, policy(torch.float16, a="float32"))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_name_that_the_first_forward_does_not_call_is_an_error(level):
+    modules = {"read": "float32", "attention": "float32"}
+    given = {"apex_precision_policy": 1, "formats": {"float16": {"modules": modules}}}
+    model, _ = made(level, Tied(), given)
+    x = torch.zeros(3, 1, device="cpu", dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=r"names 'read', which the first forward"):
+        model(x)
+    model(x)  # said once
+
+
+def test_a_forward_that_raises_keeps_its_error_and_the_check():
+    model, _ = made("O1", Net(), policy(torch.float16, b="float32"))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 9, device="cpu", dtype=torch.float32))
+    hook = next(h for h in model._forward_hooks.values() if hasattr(h, "level"))
+    assert hook.level.calls.missing == {"b"}
+    model(torch.randn(2, 8, device="cpu", dtype=torch.float32))
+    assert hook.level.calls is None
+
+
+def test_it_is_in_the_checkpoint_and_another_is_refused():
+    given = policy(torch.float16, b="float32")
+    made("O1", Net(), given, loss_scale="dynamic")
+    saved = amp.state_dict()
+    assert saved["policy"] == [{"b": "float32"}]
+    amp.load_state_dict(saved)
+    made("O1", Net(), policy(torch.float16, a="float32"), loss_scale="dynamic")
+    with pytest.raises(RuntimeError, match=r"had the policy \[\{'b'.* this training has"):
+        amp.load_state_dict(saved)
+    made("O1", Net(), None, loss_scale="dynamic")
+    assert "policy" not in amp.state_dict()
+    with pytest.raises(RuntimeError, match="this training has None"):
+        amp.load_state_dict(saved)
+    made("O1", Net(), given, loss_scale="dynamic")
+    with pytest.raises(RuntimeError, match="had the policy None"):
+        amp.load_state_dict({"loss_scaler0": saved["loss_scaler0"]})
+
+
+def test_what_is_passed_over_is_said(caplog):
+    given = policy(torch.float16, b="float32")
+    given["formats"]["e4m3"] = {"modules": {}}
+    with caplog.at_level("INFO", "apex.amp"):
+        made("O1", Net(), given, verbosity=1)
+    assert "b=float32 (passed over, since the level computes in float16: e4m3)" in caplog.text

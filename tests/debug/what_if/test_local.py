@@ -1,0 +1,311 @@
+"""The local rule: a fault accuses the layer that has it; the model is what it was."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apex.debug import what_if
+
+ON = {"device": "cpu", "dtype": torch.float32}
+
+
+class Scores(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, q, k, v):
+        return (q @ k.transpose(-1, -2) * self.factor).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self, factor=0.25, width=16):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.scores, self.drop = Scores(factor), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.scores(self.q(x), self.k(x), self.v(x)))
+
+
+def network(factor=0.25, channel=1.0):
+    """Attention, then two linear layers with a batch norm; ``channel`` 0 between them is larger."""
+    torch.manual_seed(0)
+    layers = [Attention(factor), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)]
+    model = nn.Sequential(*layers, nn.BatchNorm1d(6))
+    with torch.no_grad():
+        model[1].weight[0] *= channel
+        model[1].bias[0] *= channel
+        model[3].weight[:, 0] /= channel
+    return model
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def batches(number=8):
+    generator = torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(number, 8, 6, 16, generator=generator, **ON)
+    y = torch.randint(4, (number, 8, 6), generator=generator, device="cpu")
+    return list(zip(x, y, strict=True))
+
+
+def found(result, state="not safe"):
+    return {form: [one.name for one in result.states(form, state)] for form in result.formats}
+
+
+def test_a_healthy_network_is_safe():
+    result = what_if(network(), loss, batches())
+    assert found(result, "safe") == dict.fromkeys(
+        ("float16", "bfloat16", "e4m3"), ["0.q", "0.k", "0.v", "0.scores", "1", "3"]
+    )
+    assert [one.kind for one in result.layers][2:5] == ["Linear", "Scores", "Linear"]
+    assert result.unseen == []
+
+
+def test_attention_without_scaling_is_found_and_nobody_else():
+    model = network(factor=40.0)
+    assert found(what_if(model, loss, batches())) == {
+        "float16": [], "bfloat16": ["0.scores"], "e4m3": ["0.scores"],
+    }  # fmt: skip
+
+
+def test_an_outlier_channel_overflows_float16_and_drowns_the_others_in_e4m3():
+    result = what_if(network(channel=1e6), loss, batches())
+    assert found(result) == {"float16": ["1", "3"], "bfloat16": [], "e4m3": ["1", "3"]}
+    verdict = result.layers[4].verdicts["float16"]
+    assert verdict.score.inf > 0
+    assert "its result reaches" in verdict.why
+    assert "float16 ends at 65504" in verdict.why
+    assert list(result.large) == ["1", "2"]
+
+
+def test_the_loss_scale_is_the_largest_that_no_gradient_overflows():
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    x = torch.ones(1, 1, **ON)
+    for factor, scale in ((1.0, 2.0**15), (3.0, 2.0**14), (2.0**-30, 2.0**24), (2.0**20, 2.0**-5)):
+        result = what_if(model, lambda m, b, f=factor: (m(b) * f).sum(), [x] * 8)
+        assert result.ranges.scale == scale
+        assert result.ranges.gradient == factor
+
+
+def test_a_later_batch_that_asks_for_a_smaller_scale_judges_the_others_again():
+    model = nn.Linear(1, 1, bias=False)
+    x, factors = torch.ones(1, 1, **ON), [2.0**-42] * 7 + [1.0]
+    result = what_if(model, lambda m, b: (m(x) * b).sum(), factors, formats=["float16"])
+    assert result.ranges.scale == 2.0**15
+    worst = result.layers[0].verdicts["float16"]
+    assert (worst.state, worst.batch, worst.score.result) == ("not safe", 0, "weight gradient")
+    assert result.ranges.small == [(1, 1)] * 7 + [(0, 1)]
+
+
+class Every(nn.Module):
+    """One of each kind of layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.conv = nn.Embedding(5, 8, sparse=True), nn.Conv1d(8, 8, 3, padding=1)
+        self.lstm = nn.LSTM(8, 8, batch_first=True, num_layers=2, dropout=0.5)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.head, self.unused = nn.Linear(8, 5), nn.Linear(3, 3)
+        self.own = nn.Parameter(torch.randn(8, 8, **ON) / 3)
+
+    def forward(self, x):
+        h = self.conv(self.embedding(x).transpose(1, 2)).transpose(1, 2)
+        h = self.lstm(h)[0]
+        h = self.attention(h, h, h, need_weights=False)[0] + F.linear(h, self.own)
+        return self.head(h)
+
+
+def test_every_kind_of_layer_is_judged():
+    torch.manual_seed(0)
+    data = [torch.randint(5, (4, 6), device="cpu") for _ in range(8)]
+    model = Every()
+    result = what_if(model, lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten()), data)
+    names = ["", "embedding", "conv", "lstm", "attention", "head"]
+    assert [one.name for one in result.layers] == names
+    assert found(result, "safe")["bfloat16"] == names
+    assert result.unseen == ["unused"]
+    # what a policy can name: not the model itself; an attention for its out_proj
+    assert [one.keep for one in result.layers] == [None, *names[1:]]
+
+
+class Hidden(nn.Module):
+    """Its gradients are computed by a forward inside of the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
+        return self.head(x)
+
+
+def test_weights_whose_gradients_are_out_of_sight_are_listed():
+    result = what_if(Hidden(), loss, batches())
+    assert result.unseen == ["inner"]
+    assert "Not seen: products or gradients of weights of inner." in result.reasons()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.ModuleDict({"embedding": nn.Embedding(5, 8), "head": nn.Linear(8, 5)})
+        self.inside["head"].weight = self.inside["embedding"].weight
+        self.mixed, self.used, self.unused = Mixed(), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.unused.weight = self.used.weight
+
+    def forward(self, x):
+        return self.inside["head"](self.used(self.mixed(self.inside["embedding"](x))))
+
+
+class Mixed(nn.Module):
+    """Reads the weights of a child that it also calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.child(x) + F.linear(x, self.child.weight)
+
+
+def test_a_policy_names_the_innermost_module_that_it_can():
+    data = [torch.arange(5, device="cpu")] * 8
+    result = what_if(Tied(), lambda m, x: F.cross_entropy(m(x), x), data)
+    keep = {one.name: one.keep for one in result.layers}
+    # no module but the model has both tied weights and is called
+    assert keep == {
+        "inside.embedding": None, "inside.head": None, "mixed": "mixed", "mixed.child": "mixed",
+        "used": None,
+    }  # fmt: skip
+
+
+def state_of(model, optimizer):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    flat = [t for one in optimizer.state.values() for t in one.values()]
+    return {
+        "identities": {name: id(one) for name, one in tensors.items()},
+        "bits": [one.detach().clone() for one in tensors.values()],
+        "gradients": {name: id(p.grad) for name, p in model.named_parameters()},
+        "gradient bits": [p.grad.clone() for p in model.parameters() if p.grad is not None],
+        "optimizer": [t.clone() if isinstance(t, torch.Tensor) else t for t in flat],
+        "groups": copy.deepcopy([{**g, "params": 0} for g in optimizer.param_groups]),
+        "random": [torch.get_rng_state(), torch.tensor(random.getstate()[1], device="cpu")],
+        "hooks": [
+            {k: len(v) for k, v in vars(m).items() if k.endswith(("hooks", "kwargs", "called"))}
+            for m in model.modules()
+        ],
+        "attributes": [
+            {k: v for k, v in vars(m).items() if isinstance(v, (int, float, bool))}
+            for m in model.modules()
+        ],
+    }
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+class Noting(nn.Module):
+    """Counts its calls, replaces a buffer, writes into a weight, prints, draws numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.linear = 0, nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16, **ON))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        self.linear.weight.data.clamp_(-0.1, 0.1)
+        print("called", random.random())  # noqa: T201  # swallowed
+        return self.linear(x)
+
+
+def _fails_at(number):
+    calls = []
+
+    def failing(model, batch):
+        calls.append(1)
+        found = loss(model, batch)
+        if len(calls) == number:
+            raise KeyboardInterrupt if number == 3 else RuntimeError("planted")
+        return found
+
+    return failing
+
+
+@pytest.mark.parametrize("fails", [None, 1, 3, 9], ids=["whole", "first", "interrupted", "later"])
+def test_it_changes_nothing_whatever_fails(fails, capsys):
+    model = nn.Sequential(Noting(), network(factor=40.0)).train()
+    model[1][0].eval()  # a frozen part
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss(model, batches()[0]).backward()
+    optimizer.step()
+    capsys.readouterr()
+    before = state_of(model, optimizer)
+    if fails is None:
+        what_if(model, loss, batches(), optimizer=optimizer)
+    else:
+        with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            what_if(model, _fails_at(fails), batches(), optimizer=optimizer)
+    after = state_of(model, optimizer)
+    assert [key for key in before if not same(before[key], after[key])] == []
+    assert capsys.readouterr().out == ""
+
+
+def test_compiled_and_wrapped_models_have_the_names_of_plain_ones():
+    model = network()
+    names = [one.name for one in what_if(model, loss, batches(1)).layers]
+    model[0] = torch.compile(model[0], backend="eager")
+    compiled = torch.compile(nn.DataParallel(model), backend="eager")
+    assert [one.name for one in what_if(compiled, loss, batches(1)).layers] == names
+
+
+def _under_autocast(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss(model, batch)
+
+
+def _infinite(model, batch):
+    return loss(model, batch) * math.inf
+
+
+FROZEN = network().requires_grad_(False)
+REFUSED = {
+    "no model": ((3, loss, batches()), {}, TypeError, "model was int"),
+    "no loss": ((network(), 3, batches()), {}, TypeError, "loss int"),
+    "no scalar": ((network(), lambda m, b: m(b[0]), batches()), {}, TypeError, r"\(8, 6, 4\)"),
+    "no tensor": ((network(), lambda m, b: 3.0, batches()), {}, TypeError, "gave a float"),
+    "no batch": ((network(), loss, []), {}, ValueError, "batches was empty"),
+    "half": ((network().half(), loss, batches()), {}, ValueError, "is torch.float16; pass a model"),
+    "frozen": ((FROZEN, loss, batches()), {}, ValueError, "no weight requires a gradient"),
+    "autocast": ((network(), _under_autocast, batches()), {}, ValueError, "bfloat16 already"),
+    "inf": ((network(), _infinite, batches()), {}, ValueError, "not finite in float32"),
+    "format": ((network(), loss, []), {"formats": ["fp8"]}, ValueError, "allowed: .'float16'"),
+    "optimizer": (
+        (network(), loss, batches()), {"optimizer": torch.optim.SGD(network().parameters(), 0.1)},
+        TypeError, "SGD cannot be made again",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "options", "error", "match"), REFUSED.values(), ids=REFUSED)
+def test_what_it_refuses(given, options, error, match):
+    with pytest.raises(error, match=match):
+        what_if(*given, **options)

@@ -1,0 +1,88 @@
+"""How many Python calls an operation adds to those of torch's own module.
+
+A count does not depend on the machine.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apex.contrib.group_norm import GroupNorm
+from apex.contrib.layer_norm import FastLayerNorm
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.fused_dense import FusedDense, FusedDenseGeluDense
+from apex.mlp import MLP
+from apex.normalization import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+)
+from apex.ops.layers.swiglu import swiglu
+from tests.amp.test_frames import frames_of
+
+X, IMAGES, LABELS = torch.ones(4, 64), torch.ones(2, 8, 4, 4), torch.ones(4, dtype=torch.int64)
+
+
+def losses(x, labels):
+    return F.cross_entropy(x, labels, reduction="none", ignore_index=0)
+
+
+def gated(gate, up):
+    return F.silu(gate) * up
+
+
+def dense_gelu_dense():
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(approximate="tanh"), nn.Linear(64, 64))
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+
+
+SMALL = {  # ours, torch's, arguments, calls that ours may add
+    "layer norm": (FusedLayerNorm(64), nn.LayerNorm(64), (X,), 5),
+    "layer norm, mixed": (MixedFusedLayerNorm(64), nn.LayerNorm(64), (X,), 5),
+    "layer norm, fast": (FastLayerNorm(64), nn.LayerNorm(64), (X,), 5),
+    "RMS norm": (FusedRMSNorm(64), nn.RMSNorm(64, 1e-5), (X,), 5),
+    "RMS norm, mixed": (MixedFusedRMSNorm(64), nn.RMSNorm(64, 1e-5), (X,), 5),
+    "group norm": (GroupNorm(2, 8), nn.GroupNorm(2, 8), (IMAGES,), 3),
+    "group norm, SiLU": (
+        GroupNorm(2, 8, act="silu"), nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), (IMAGES,), 3,
+    ),
+    "cross-entropy": (SoftmaxCrossEntropyLoss.apply, losses, (X, LABELS), 6),
+    "dense": (FusedDense(64, 64), nn.Linear(64, 64), (X,), 3),
+    "dense, GELU, dense": (FusedDenseGeluDense(64, 64, 64), dense_gelu_dense(), (X,), 4),
+    "MLP": (MLP([64, 64, 64]), perceptron(), (X,), 3),
+    "SwiGLU": (swiglu, gated, (X, X), 4),
+}  # fmt: skip
+
+
+def added(ours, theirs, args):
+    """Frames of a call of ours above those of torch's; the first calls have been made."""
+    counts = []
+    for call in (ours, theirs):
+        call(*args)
+        counts.append(frames_of(lambda call=call: call(*args)))
+    counts[0].subtract(counts[1])
+    return counts[0]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_falling_back_costs_next_to_nothing(name):
+    """Below the threshold a call is torch's own function, after one decision."""
+    ours, theirs, args, most = SMALL[name]
+    found = added(ours, theirs, args)
+    assert found.total() <= most, sorted(found.items())
+    assert sum(n for (file, _), n in found.items() if "/apex/" in file) <= 8
+
+
+@pytest.mark.parametrize("name", ["layer norm", "RMS norm", "group norm", "cross-entropy", "dense"])
+def test_what_falls_back_is_torchs_result(name):
+    ours, theirs, args, _ = SMALL[name]
+    torch.manual_seed(0)
+    args = [torch.randn(a.shape) if a.is_floating_point() else a for a in args]
+    if isinstance(ours, nn.Module):
+        ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours(*args), theirs(*args))

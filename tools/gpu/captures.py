@@ -1,0 +1,262 @@
+"""``amp.capture`` on the GPU: captured steps beside single ones, what is followed, what is refused.
+
+The list is that of tests/amp/test_capture.py, which records graphs on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from apex import amp, debug, optimizers
+from apex.amp.graphs import probe
+from apex.optimizers import FusedAdam
+from tools.gpu import checking
+from tools.gpu.checking import DEVICE, F32, LEVELS, Tensor, check, copies, need, normal, same
+
+STATIC = 64.0
+STEPS, CHANGE = 14, 8
+OVERFLOWS = (1, 6, 7)
+ODD = 10  # a batch of another size
+RATES = {5: 2**-8, 12: 2**-9}
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=2**-7, momentum=0.9),
+    "FusedAdam": lambda p: FusedAdam(p, lr=2**-7),
+    "FusedAdam capturable": lambda p: FusedAdam(p, lr=2**-7, capturable=True),
+    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=2**-7),
+    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=2**-7),
+    "FusedLion": lambda p: optimizers.FusedLion(p, lr=2**-10),
+    "torch SGD": lambda p: torch.optim.SGD(p, lr=2**-7, momentum=0.9, fused=True),
+    "torch AdamW": lambda p: torch.optim.AdamW(p, lr=2**-7, eps=1e-4, fused=True, capturable=True),
+}
+
+
+class Program:
+    """A training whose step can be captured; ``busy``: clipping, two passes, dropout."""
+
+    def __init__(
+        self, level: str = "O2", name: str = "FusedAdam", scale: Any = "dynamic", busy: bool = False
+    ) -> None:
+        torch.manual_seed(0)
+        made_on: Any = {"device": "cpu", "dtype": F32}
+        layers = [nn.Linear(16, 64, **made_on), nn.GELU(), nn.Dropout(0.25 * busy)]
+        layers += [nn.Linear(64, 4, **made_on)]
+        model = nn.Sequential(*layers).to(DEVICE)
+        options: Any = {"loss_scale": scale, "growth_interval": 3, "init_scale": 256.0}
+        self.busy = busy
+        self.saved: Any = None
+        self.model, self.optimizer = amp.initialize(
+            model, MAKERS[name](model.parameters()), opt_level=level, verbosity=0, **options
+        )
+
+    def step(self, x: Tensor) -> Tensor:
+        """Take a step."""
+        self.optimizer.zero_grad()
+        for _ in range(1 + self.busy):
+            loss = self.model(x).float().square().mean()
+            with amp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+        if self.busy:
+            amp.clip_grad_norm_(self.optimizer, 0.5)
+        self.optimizer.step()
+        return loss
+
+    def save(self) -> None:
+        """Copy all states."""
+        states = self.optimizer.state_dict(), amp.state_dict(), self.model.state_dict()
+        self.saved = copy.deepcopy(states)
+
+
+def batch(number: int, *, overflows: bool) -> Tensor:
+    """Draw a batch, which may overflow or be of another size."""
+    x = normal(5 if number == ODD else 8, 16, seed=number + 1)
+    if overflows and number in OVERFLOWS:
+        x[0, 0] = float("inf")
+    return x
+
+
+def _trained(in_a_graph: bool, change: Any = None, **options: Any) -> tuple[list[Any], Any, Any]:
+    program = Program(**options)
+    step: Any = amp.capture(program.step) if in_a_graph else program.step
+    seen: list[Any] = []
+    for number in range(STEPS):
+        for group in program.optimizer.param_groups if number in RATES else ():
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                rate.fill_(RATES[number])
+            else:
+                group["lr"] = RATES[number]
+        if number == 4:
+            program.save()
+        if number == CHANGE and change is not None:
+            change(program)
+        loss = step(batch(number, overflows=options.get("scale") != STATIC))
+        outcome = amp.outcome(program.optimizer).numbers()
+        seen.append((str(loss.item()), amp.state_dict(), outcome))
+    left = copies([*program.model.parameters(), *amp.master_params(program.optimizer)])
+    amp.reset()
+    return seen, left, step
+
+
+def _captured_as_single(replays: int, change: Any = None, **options: Any) -> str:
+    expected, exact, _ = _trained(False, change, **options)
+    seen, left, step = _trained(True, change, **options)
+    for number, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
+        need(found == wanted, f"step {number}: {found}; without a graph: {wanted}")
+    same(left, exact, "weights and masters")
+    need(step.replays == replays, f"{step.replays} replays, not {replays}: {step!r}")
+    return repr(step)
+
+
+@check(*((level, name, busy) for level in LEVELS for name in MAKERS for busy in (False, True)))
+def captured_steps_are_single_steps(level: str, name: str, busy: bool) -> str:
+    """Losses, scale, counts, weights; rates change, a batch is odd."""
+    if checking.DRY and (level, name) == ("O3", "torch SGD"):
+        raise checking.NotDry("torch 2.13: wrong momenta of 16 bits on a CPU")
+    return _captured_as_single(STEPS - 4, level=level, name=name, busy=busy)
+
+
+@check(*MAKERS)
+def captured_steps_at_a_static_scale_are_single_steps(name: str) -> str:
+    """At O2: counts of steps are put on the device."""
+    return _captured_as_single(STEPS - 4, name=name, scale=STATIC)
+
+
+# --- what changes between replays -----------------------------------------------------------------
+
+
+def _evaluated(program: Program) -> None:
+    program.model.eval()
+    with torch.no_grad():
+        program.model(batch(1, overflows=False))
+    program.model.train()
+
+
+def _masters_written(program: Program) -> None:
+    with torch.no_grad():
+        for master in amp.master_params(program.optimizer):
+            master.mul_(0.5)
+
+
+# How many captures it takes.
+FOLLOWED: dict[str, tuple[Callable[[Program], Any], int]] = {
+    "weight decay": (lambda p: p.optimizer.param_groups[0].update(weight_decay=0.25), 1),
+    "optimizer.load_state_dict": (lambda p: p.optimizer.load_state_dict(p.saved[0]), 1),
+    "amp.load_state_dict": (lambda p: amp.load_state_dict(p.saved[1]), 0),
+    "model.load_state_dict": (lambda p: p.model.load_state_dict(p.saved[2]), 0),
+    "a hook": (lambda p: p.model[0].register_forward_hook(lambda m, a, out: out * 2), 1),
+    "evaluation": (_evaluated, 0),
+    "masters": (_masters_written, 0),
+    "a backward": (lambda p: p.model(batch(1, overflows=False)).float().sum().backward(), 0),
+}
+
+
+@check(*FOLLOWED)
+def a_change_is_followed(what: str) -> str:
+    """At O2."""
+    change, captures = FOLLOWED[what]
+    return _captured_as_single(STEPS - 4 - captures, change)
+
+
+def _replaced(program: Program) -> None:
+    weight = program.model[0].weight
+    weight.data = weight.data.clone()
+
+
+def _written(program: Program) -> None:
+    with torch.no_grad():
+        program.model[0].weight.mul_(0.5)
+
+
+REFUSED: dict[str, tuple[Callable[[Program], Any], str]] = {
+    "weight.data": (_replaced, "the memory of a weight"),
+    "requires_grad_": (lambda p: p.model[0].weight.requires_grad_(False), "requires_grad"),
+    "a 16-bit weight": (_written, "a 16-bit weight or its master"),
+    "a watch": (lambda p: debug.watch(p.model, p.optimizer), "apex.debug watches"),
+}
+
+
+@check(*REFUSED)
+def a_change_is_refused(what: str) -> str:
+    """At O2."""
+    change, text = REFUSED[what]
+    try:
+        _trained(True, change)
+    except RuntimeError as error:
+        need(text in str(error), f"refused by {error}")
+        return str(error)[:80]
+    finally:
+        amp.reset()
+    raise AssertionError("replays went on")
+
+
+# --- what cannot be captured ----------------------------------------------------------------------
+
+UNCAPTURED: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "a mask": lambda x: x[x > 0],
+    "nonzero": torch.nonzero,
+    "unique": torch.unique,
+    "to the CPU": lambda x: x.cpu(),
+    "from the CPU": lambda x: torch.ones(2, device="cpu").to(x.device),
+    "a CPU scalar": lambda x: x + torch.ones((), device="cpu", dtype=F32),
+}
+
+
+@check(*((name, seen) for name in UNCAPTURED for seen in (True, False)))
+def what_cannot_be_captured_is_named(name: str, seen: bool) -> str:
+    """By the probe, or without it by the capture; weights are those of single steps."""
+    if checking.DRY and (not seen or "CPU" in name):
+        raise checking.NotDry("CUDA raises, and tells a CPU from a GPU")
+    found: list[Any] = []
+    said: list[str] = []
+    for in_a_graph in (False, True):
+        program = Program("O1")
+
+        def step(x: Tensor, program: Program = program) -> Tensor:
+            UNCAPTURED[name](x)
+            return program.step(x)
+
+        work: Any = amp.capture(step) if in_a_graph else step
+        looks = probe.Probe._reason
+        if not seen:
+            probe.Probe._reason = lambda *arguments: ""  # type: ignore[method-assign]
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for number in range(8):
+                    work(batch(number, overflows=True))
+        finally:
+            probe.Probe._reason = looks  # type: ignore[method-assign]
+        said += [str(one.message) for one in caught if "amp.capture" in str(one.message)]
+        found.append(copies(program.model.parameters()))
+        amp.reset()
+    if name == "a CPU scalar" and not seen:
+        return "captured: CUDA takes its value"
+    same(found[0], found[1], "weights")
+    need(len(said) == 1, f"warned {len(said)} times: {said}")
+    need(__file__ in said[0], f"no line of the program: {said[0]}")
+    return said[0][80:240]
+
+
+@check()
+def a_graph_gives_its_memory_back() -> str:
+    """10 programs, one after the other."""
+    sizes = []
+    for _ in range(10):
+        program = Program()
+        step = amp.capture(program.step)
+        for number in range(6):
+            step(batch(number, overflows=False))
+        said = repr(step)
+        del program, step
+        amp.reset()
+        torch.cuda.empty_cache()
+        sizes.append(torch.cuda.memory_reserved())
+    need(sizes[-1] - sizes[2] <= 4 * 2**20, f"MiB reserved: {[size >> 20 for size in sizes]}")
+    return said
