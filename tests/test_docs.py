@@ -80,6 +80,21 @@ def test_every_file_that_a_page_links_to_exists(page):
     assert missing == []
 
 
+def test_the_page_of_amp_has_every_name_in_the_order_of_use():
+    """A name that is added to ``apex.amp`` gets its place there by hand."""
+    page = (ROOT / "docs" / "api" / "amp.md").read_text()
+    found = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, re.MULTILINE)
+    public = [name for name in amp.__all__ if callable(getattr(amp, name)) and name[0] != "_"]
+    assert sorted(found) == sorted(public)
+    assert found[:2] == ["initialize", "scale_loss"]
+
+
+def test_the_site_begins_like_readme():
+    readme, index = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    beginning, _, _ = readme.partition("\n## ")
+    assert index.startswith(beginning.replace("](docs/", "]("))
+
+
 # --- where numbers come from ---------------------------------------------------------------------
 
 RESULTS = ROOT / "benchmarks" / "results"
