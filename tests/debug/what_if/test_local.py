@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex.debug import what_if
+from apex.debug.what_if.tracing import ProductCall
+from tests.tolerance import COSINE
 
 ON = {"device": "cpu", "dtype": torch.float32}
 
@@ -106,6 +108,49 @@ def test_a_later_batch_that_asks_for_a_smaller_scale_judges_the_others_again():
     worst = result.layers[0].verdicts["float16"]
     assert (worst.state, worst.batch, worst.score.result) == ("not safe", 0, "weight gradient")
     assert result.ranges.small == [(1, 1)] * 7 + [(0, 1)]
+
+
+def _penalised(model, batch):
+    """A loss with a gradient penalty, whose backward reads the weights a second time."""
+    x = batch[0].clone().requires_grad_()
+    outputs = model(x).square().sum()
+    (gradient,) = torch.autograd.grad(outputs, x, create_graph=True)
+    return outputs + 100 * gradient.square().sum()
+
+
+def _reversed(model, batch):
+    """A loss whose program changes gradients by hooks on tensors that products gave."""
+    h = model[0](batch[0])
+    h.register_hook(lambda gradient: -10 * gradient)
+    return F.cross_entropy(model[1](F.relu(h, inplace=True)).flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize("of", [_penalised, _reversed])
+def test_gradients_that_the_program_differentiates_or_changes(of, monkeypatch):
+    """What a product gives in float32 comes from the pass where that is the same as alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+    result = what_if(model, of, batches())
+    assert found(result, "safe")["bfloat16"] == ["0", "1"]
+    monkeypatch.setattr(ProductCall, "exact", lambda piece: piece.run(None))
+    alone = what_if(model, of, batches())
+    for one, other in zip(result.layers, alone.layers, strict=True):
+        for form, verdict in one.verdicts.items():
+            assert verdict.score.cosine == pytest.approx(
+                other.verdicts[form].score.cosine, abs=COSINE
+            )
+
+
+def test_a_healthy_network_is_passed_once_a_batch():
+    """And not again for suspects, of which it has none; its scale is that of the first batch."""
+    calls = []
+
+    def counted(model, batch):
+        calls.append(1)
+        return loss(model, batch)
+
+    what_if(network(), counted, batches(), formats=["bfloat16", "e4m3"])
+    assert len(calls) == 8
 
 
 class Every(nn.Module):

@@ -66,13 +66,15 @@ class _Rounded(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, there: torch.dtype, back: torch.dtype, scale: float
     ) -> torch.Tensor:
-        ctx.back, ctx.scale = back, scale if back == torch.float16 else 1.0
+        ctx.back, ctx.scale = back, scale
         return _round_by_size(x, there)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.to_dense() * ctx.scale  # an embedding's may be sparse
-        return _round_by_size(gradient, ctx.back) / ctx.scale, None, None, None
+        gradient = gradient.to_dense()  # an embedding's may be sparse
+        if ctx.back == torch.float16:
+            return rounded(gradient * ctx.scale, ctx.back) / ctx.scale, None, None, None
+        return _round_by_size(gradient, ctx.back), None, None, None
 
 
 _round: Any = _Rounded.apply  # torch has no types for it
@@ -94,7 +96,8 @@ def is_product(function: Any, kwargs: dict[str, Any]) -> bool:
 
 def floating(tree: Any) -> list[torch.Tensor]:
     """The float32 tensors in nested containers."""
-    return [leaf for leaf in tree_flatten(tree)[0] if _is_floating(leaf)]
+    leaves = [tree] if isinstance(tree, torch.Tensor) else tree_flatten(tree)[0]
+    return [leaf for leaf in leaves if _is_floating(leaf)]
 
 
 def _is_floating(leaf: Any) -> bool:

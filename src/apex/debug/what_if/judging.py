@@ -18,7 +18,7 @@ import torch
 
 from apex.debug.calls import random_states, set_random_states
 from apex.debug.what_if.formats import Format
-from apex.debug.what_if.tracing import ProductCall, ProductTrace, largest
+from apex.debug.what_if.tracing import ProductCall, ProductTrace, Results, largest
 
 LARGEST, LARGEST_SCALE = torch.finfo(torch.float16).max, 2.0**24  # amp's own limit
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -84,11 +84,17 @@ class Ranges:
         return float(min(2.0**exponent, LARGEST_SCALE))
 
 
-def compared(kind: str, exact: Any, found: Any, form: Format, scale: float) -> Score:
+def _worst(exact: Results, found: Results, form: Format, scale: float) -> Score:
+    """The result in a format, under a loss scale, that is least like the one in float32."""
+    near = {key: cosine(exact[key], found[key]) for key in exact}
+    key = min(near, key=lambda one: -2.0 if math.isnan(near[one]) else near[one])  # NaN: not finite
+    return compared(key[0], near[key], exact[key], found[key], form, scale)
+
+
+def compared(kind: str, near: float, exact: Any, found: Any, form: Format, scale: float) -> Score:
     """How near a tensor ``found``, computed in a format under a loss scale, is to ``exact``."""
     factor = scale if form.result == torch.float16 and kind != "result" else 1.0
     normal = found.abs() >= torch.finfo(form.result).tiny / factor
-    near = cosine(exact, found)
     inf = 0 if math.isfinite(near) else int(torch.count_nonzero(~torch.isfinite(found)))
     counts = [int(torch.count_nonzero(one)) for one in (exact, found, normal)]
     numbers = (inf, max(counts[0] - counts[1], 0), max(counts[1] - counts[2] - inf, 0))
@@ -99,7 +105,7 @@ def compared(kind: str, exact: Any, found: Any, form: Format, scale: float) -> S
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     """The cosine between two tensors; 1 if both are zero, 0 if one is; NaN if not finite."""
     a, b = a.flatten(), b.flatten()
-    sizes = float(a.norm()), float(b.norm())
+    sizes = float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b))
     if not all(1e-15 < one < 1e15 for one in sizes):  # their squares are beyond float32
         a, b = a.double(), b.double()
         sizes = float(a.norm()), float(b.norm())
@@ -168,11 +174,9 @@ class Study:
         found: dict[str, dict[int, Score]] = {form.name: {} for form in forms}
         scale = self.ranges.scale
         for piece in [one for one in self.trace.pieces if not one.is_part]:
-            exact, key = piece.run(None), id(piece.owner)
+            exact, key = piece.exact(), id(piece.owner)
             for form in forms:
-                both = zip(exact, piece.run(form, scale), strict=True)
-                scores = [compared(kind, a, b, form, scale) for (kind, a), (_, b) in both]
-                worst = min(scores, key=lambda one: one.cosine)
+                worst = _worst(exact, piece.run(form, scale), form, scale)
                 before = found[form.name].get(key, worst)
                 found[form.name][key] = min(worst, before, key=lambda one: one.cosine)
         return list(found.items())

@@ -24,8 +24,12 @@ class Updates:
 
     def __init__(self, weights: Sequence[torch.Tensor], optimizer: Any) -> None:
         self.weights = [torch.nn.Parameter(one.detach().clone()) for one in weights]
-        if optimizer is None:
-            self.name, self.optimizer = "AdamW at lr 0.001", torch.optim.AdamW(self.weights)
+        self.before, self.gradients = (
+            [torch.empty_like(w.detach()) for w in self.weights] for _ in "12"
+        )
+        if optimizer is None:  # fused: 4 instead of 11 ms for 24 linear layers of 256 on a CPU
+            self.optimizer: Any = torch.optim.AdamW(self.weights, fused=True)
+            self.name = "AdamW at lr 0.001"
             return
         self.name = type(optimizer).__name__
         copies = dict(zip(map(id, weights), self.weights, strict=True))
@@ -44,9 +48,11 @@ class Updates:
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Make one update."""
-        self.before = [weight.detach().clone() for weight in self.weights]
-        for weight, gradient in zip(self.weights, gradients, strict=True):
-            weight.grad = None if gradient is None else gradient.clone()
+        places = zip(self.weights, self.before, self.gradients, gradients, strict=True)
+        for weight, before, own, gradient in places:
+            before.copy_(weight.detach())
+            # fused AdamW reads a gradient as if its strides were the weight's
+            weight.grad = None if gradient is None else own.copy_(gradient)
         self.optimizer.step()
 
     def lost(self) -> dict[str, float]:

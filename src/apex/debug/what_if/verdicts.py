@@ -68,7 +68,7 @@ def layers_of(study: Study) -> list[Layer]:
             keep = policies.innermost(study.model, "" if module is None else name, called, readers)
             kind = "function" if module is None else type(module).__name__
             found.append(Layer(name, kind, keep, verdicts, {}))
-    if len(study.batches) >= ENOUGH:
+    if any(verdict.why for layer in found for verdict in layer.verdicts.values()):
         _try_whole(study, found)
     return found
 
