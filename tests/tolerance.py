@@ -263,6 +263,7 @@ PATCHED = 1.2
 PATCHED_NORM = 2.0**-7
 # A loss after two steps at O1, O2 and O5; see PATCHED_NORM. Largest seen: 3e-3.
 PATCHED_LOSS = 0.02
+
 # Cosines of one product's gradients, computed in a pass and alone: the same kernels, on operands of
 # other strides at most. Float32's own error is 6e-8.
 COSINE = 1e-6
