@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apex.debug import what_if
@@ -151,6 +152,23 @@ def test_a_healthy_network_is_passed_once_a_batch():
 
     what_if(network(), counted, batches(), formats=["bfloat16", "e4m3"])
     assert len(calls) == 8
+
+
+def test_a_product_is_computed_in_the_pass_and_once_in_each_format():
+    torch.manual_seed(0)
+    model, products = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                products.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        what_if(model, loss, batches(), formats=["bfloat16", "e4m3"])
+    # forward, and backward of four weights and three inputs, of 8 batches: in float32 and in two
+    # formats; the first layer's input needs no gradient
+    assert len(products) == (4 + 4 + 3) * 8 * 3
 
 
 class Every(nn.Module):
