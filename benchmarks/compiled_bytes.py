@@ -4,7 +4,7 @@ Each operation stands between two elementwise functions, with which the compiler
 is needed: torch's compiler generates Triton code for fake CUDA tensors, and the loads and stores in
 that code are counted, each with the bytes of its whole tensor. So a row that a kernel loads twice
 counts twice. An operator reads its arguments and writes its results once. The numbers are bytes for
-each element of the first argument, forward + backward; docs/performance.md has them. It takes names
+each element of the first argument, forward + backward; docs/kernels.md has them. It takes names
 from inside torch 2.13.
 
     python -m benchmarks.compiled_bytes [WORD ...]   # operations with one of the words in the name

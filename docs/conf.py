@@ -15,4 +15,5 @@ autodoc_preserve_defaults = True
 napoleon_include_init_with_doc = True
 napoleon_use_ivar = True  # attributes that are properties too are described once
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["code.css"]
 html_title = "apex"

@@ -259,7 +259,7 @@ OPTIMIZERS = [
         plant="Merge groups that differ in eps alone into one launch.",
         test="tests/optimizers/test_random_programs.py::test_random_programs_equal_torchs"
         "[CPU-Adagrad]",
-        file="src/apex/optimizers/_launches.py",
+        file="src/apex/optimizers/_columns.py",
         old="map(group.get, numbers)",
         new='map(group.get, [n for n in numbers if n != "eps"])',
     ),
@@ -608,7 +608,7 @@ REPORT = [
         plant="Ask for no bad verdict on quality alone.",
         test="tests/bench/test_verdict.py"
         "::test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged",
-        file="src/apex/bench/training/sentences.py",
+        file="src/apex/bench/training/answer.py",
         old="right = [v for v in of if _trained(v) and not _bad(v)]",
         new="right = [v for v in of if not _bad(v)]",
     ),

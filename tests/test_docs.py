@@ -78,3 +78,83 @@ def test_every_file_that_a_page_links_to_exists(page):
     """Sphinx checks the pages of the site, their anchors too; this one README and the examples."""
     missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_the_page_of_amp_has_every_name_in_the_order_of_use():
+    """A name that is added to ``apex.amp`` gets its place there by hand."""
+    page = (ROOT / "docs" / "api" / "amp.md").read_text()
+    found = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, re.MULTILINE)
+    public = [name for name in amp.__all__ if callable(getattr(amp, name)) and name[0] != "_"]
+    assert sorted(found) == sorted(public)
+    assert found[:2] == ["initialize", "scale_loss"]
+
+
+def test_the_site_begins_like_readme():
+    readme, index = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    beginning, _, _ = readme.partition("\n## ")
+    assert index.startswith(beginning.replace("](docs/", "]("))
+
+
+# --- where numbers come from ---------------------------------------------------------------------
+
+RESULTS = ROOT / "benchmarks" / "results"
+MEASURED = re.compile(
+    r"\d ?(ms|us|ns|TB/s|GiB|MiB|GB/s)\b"
+    r"|times (the speed|as (fast|long|much)|float32's|that (of|by)|torch's|the memory)"
+    r"|\d\.\d+ times|\| [\d.,]+ \|.*\| [\d.,]+ \|"
+)
+
+
+def measured_sections(text):
+    """The headings under which a line has a time, bytes, a ratio or a row of numbers."""
+    found, heading, in_code = {}, "", False
+    for line in text.splitlines():
+        in_code ^= line.startswith("```")
+        if line.startswith("#") and not in_code:
+            heading = line.strip("# ")
+        elif MEASURED.search(line):
+            found[heading] = line
+    return found
+
+
+def sources():
+    rows = [line.split(" | ") for line in (RESULTS / "README.md").read_text().splitlines()]
+    return {(row[0].strip("| "), row[1].strip()): row[2] for row in rows if ".md" in row[0]}
+
+
+def test_every_section_with_a_measured_number_says_where_it_is_from():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    measured = {
+        (str(page.relative_to(ROOT)), heading): line
+        for page in pages
+        if page.name != "changelog.md"
+        for heading, line in measured_sections(page.read_text()).items()
+    }
+    listed = sources().keys()
+    assert {place: measured[place] for place in measured.keys() - listed} == {}
+    gone = {place for place in listed if f"# {place[1]}\n" not in (ROOT / place[0]).read_text()}
+    assert gone == set()  # that are on no page any more
+
+
+def test_every_results_file_is_listed():
+    listed = " ".join(sources().values())
+    files = [file.name for file in RESULTS.glob("*.json")]
+    assert files
+    assert [name for name in files if f"({name})" not in listed] == []
+
+
+OF_A_LEVEL = re.compile(r"times (?:as fast|the speed)")
+
+
+@pytest.mark.parametrize("page", PAGES[:1] + [p for p in PAGES if p.parent.name == "docs"], ids=str)
+def test_a_speed_of_a_level_stands_beside_torchs_own(page):
+    """A paragraph that names how fast a level or a 16-bit type is names torch's autocast."""
+    paragraphs = page.read_text().split("\n\n")
+    alone = [
+        text
+        for text in paragraphs
+        if OF_A_LEVEL.search(text)
+        and re.search(r"\bO[1-5]\b|With bfloat16", text)
+        and not re.search(r"autocast|native-", text)
+    ]
+    assert alone == []

@@ -294,7 +294,8 @@ def test_every_folder_of_tests_is_in_the_suite_once_and_trainings_are_first():
 def test_a_name_that_no_part_begins_with_is_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         tools.main(["nonsense"])
-    assert "'nonsense' is no part: choose from checks, times, suite, " in capsys.readouterr().err
+    choices = ", ".join([*tools.LIMITS, "suite, "])
+    assert f"'nonsense' is no part: choose from {choices}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         check_cudnn_version_and_warn,
         deprecated_warning,
     )
+    from apex._patch import patch
 
 __all__ = [
     "DeprecatedFeatureWarning",
@@ -30,6 +31,7 @@ __all__ = [
     "amp",
     "check_cudnn_version_and_warn",
     "deprecated_warning",
+    "patch",
 ]
 
 __version__ = "1.0.0.dev0"
@@ -41,6 +43,7 @@ _PARTS = (
     "debug",
     "fp16_utils",
     "fused_dense",
+    "hub",
     "mlp",
     "multi_tensor_apply",
     "normalization",
@@ -51,24 +54,25 @@ _PARTS = (
 )
 
 
-_NOTICES = (
-    "DeprecatedFeatureWarning",
-    "RankInfoFormatter",
-    "check_cudnn_version_and_warn",
-    "deprecated_warning",
-)
+_NAMES = {  # the module that each is imported from
+    "DeprecatedFeatureWarning": "apex._notices",
+    "RankInfoFormatter": "apex._notices",
+    "check_cudnn_version_and_warn": "apex._notices",
+    "deprecated_warning": "apex._notices",
+    "patch": "apex._patch",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return importlib.import_module(f"apex.{name}")
-    if name in _NOTICES:
-        return getattr(importlib.import_module("apex._notices"), name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     raise _missing.attribute_error(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PARTS, *_NOTICES})
+    return sorted({*globals(), *_PARTS, *_NAMES})
 
 
 _missing.install()

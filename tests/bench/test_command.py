@@ -74,6 +74,7 @@ def test_the_levels_of_a_seed_share_a_process_and_are_trained_once(tmp_path, log
     assert len(processes(log)) == 4
 
 
+@pytest.mark.slow
 def test_a_models_own_warning_is_shown_once(tmp_path, log, capsys):
     assert bench(tmp_path, "warning", "--levels", "O0", "O2", "--seeds", "2") == 0
     errors = capsys.readouterr().err

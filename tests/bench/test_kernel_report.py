@@ -122,8 +122,34 @@ def test_csv_and_json_have_a_record_of_plain_numbers_for_each_row(folder):
             assert written[name] == getattr(row, name)
         ends = [written["ratio_low"], written["ratio_high"]]
         assert ends == ([row.bounds.low, row.bounds.high] if row.bounds else [None, None])
-    unwritten = {"ours", "times", "our_times"}
+    unwritten = {"ours", "times", "our_times", "our_wall_ms"}
     assert {*vars(row)} - {*written} == unwritten
+
+
+def test_on_a_gpu_what_is_faster_is_told_by_the_larger_of_host_and_gpu(
+    tmp_path, capsys, monkeypatch
+):
+    """By the GPU alone ours takes 0.8 of torch's time, and by the clock twice as long."""
+    monkeypatch.setenv("COLUMNS", "200")
+    ours = _row("layer_norm_both", host_ms=50.0)
+    other = _row("layer_norm_both", "torch fused", host_ms=2.0, our_wall_ms=ours.wall_ms)
+    slow = _row("layer_norm_both", "torch foreach", host_ms=2.0, our_wall_ms=ours.wall_ms)
+    assert (ours.wall_ms, other.wall_ms) == (50.0, pytest.approx(10.0))
+    assert other.ratio == pytest.approx(0.8, rel=0.01)
+    assert other.wall_ratio == other.faster == pytest.approx(5.0)
+    _show(_report([ours, other, _row("adam", host_ms=0.1)]), tmp_path)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Faster than ours: layer_norm_both, tiny, float32: torch fused 5.00 times." in shown
+    assert slow.faster == pytest.approx(50.0 / slow.wall_ms)
+    (first, second, _) = csv.DictReader((tmp_path / "kernels.csv").read_text().splitlines())
+    assert (first["wall_ms"], float(second["wall_ratio"])) == ("50.0", pytest.approx(5.0))
+
+
+def test_on_a_cpu_what_is_surely_faster_is_listed(folder, capsys):
+    found = timing_command._faster(_report())
+    assert found.count("torch foreach, no check 2.0") == 8
+    assert "torch fused" not in found
+    assert timing_command._faster(_report([_row()])) == "Faster than ours: nothing."
 
 
 def test_files_are_named_after_the_json_file(tmp_path):

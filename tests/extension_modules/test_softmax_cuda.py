@@ -46,6 +46,47 @@ def test_kernels():
     assert_one_rounding(dx, gradient(torch.ones_like(y).double().cumsum(-1), exact, 0.3, False)[0])
 
 
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (scaled_masked_softmax_cuda, (2, 2, 4, 20)),
+        (scaled_masked_softmax_cuda, (1, 1, 2, 8200)),  # in blocks
+        (scaled_upper_triang_masked_softmax_cuda, (3, 20, 20)),
+        (scaled_softmax_cuda, (2, 2, 4, 20)),
+    ],
+)
+def test_kernels_write_over_the_gradient(module, shape, monkeypatch):
+    """No tensor is allocated and none is copied; the bits are those of a result of its own."""
+    kernels = pytest.importorskip("apex.kernels.scaled_softmax")
+    y, dy = torch.randn(shape).softmax(-1), torch.randn(shape)
+    causal = module is scaled_upper_triang_masked_softmax_cuda
+    (apart,) = kernels.backward(dy, (True,), y=y, scale=0.3, causal=causal)
+    given = []
+    original = kernels.backward
+    monkeypatch.setattr(
+        kernels,
+        "backward",
+        lambda *args, **more: given.append(more["out"]) or original(*args, **more),
+    )
+    version, address = dy._version, dy.data_ptr()
+    with _runtime.use("triton"):
+        dx = module.backward(dy, y, 0.3)
+    assert dx is dy is given[0]
+    assert dy.data_ptr() == address
+    assert torch.equal(dx, apart)
+    assert dy._version == version + 1  # autograd knows that it was written
+
+
+def test_a_gradient_that_is_not_contiguous_is_written_by_a_copy():
+    pytest.importorskip("triton")
+    y, dy = torch.randn(2, 2, 4, 20).softmax(-1), torch.randn(2, 2, 20, 4).transpose(2, 3)
+    apart = scaled_softmax_cuda.backward(dy.contiguous(), y, 0.3)
+    with _runtime.use("triton"):
+        dx = scaled_softmax_cuda.backward(dy, y, 0.3)
+    assert dx is dy
+    assert_one_rounding(dx, apart.double())
+
+
 @each
 def test_bad_input(module):
     name, x = module.__name__, torch.ones(2, 2, 4, 4)

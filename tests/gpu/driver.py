@@ -26,7 +26,7 @@ from tests.gpu import arithmetic
 from tests.gpu.machine import Launch
 from tests.gpu.memory import Counters, Fault
 from tests.gpu.translation import Code
-from tests.kernels.driver import LARGEST_GRID, Hopper, without_machine_code
+from tests.kernels.driver import LARGEST_GRID, Hopper, without_machine_code, without_plans
 
 LISTS = (
     "list_kernel",
@@ -145,6 +145,7 @@ def gpu(*, count=False, seed=0):
                 knobs.runtime, "add_stages_inspection_hook", without_machine_code, create=True
             ),
             mock.patch.object(TableCache, "of_launch", of_launch),
+            without_plans(),
             _runtime.use("triton"),
         ):
             yield running

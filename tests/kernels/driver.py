@@ -1,6 +1,7 @@
 """Stands for Triton's driver, and for the GPU, where there is none: launches compute nothing."""
 
 import operator
+from unittest import mock
 
 from triton.backends.compiler import GPUTarget
 
@@ -55,3 +56,10 @@ def without_machine_code(backend=None, stages=None, *_):
         return "without machine code", "without machine code"
     stages["cubin"] = lambda ptx, metadata: b""
     return None
+
+
+def without_plans():
+    """Let every launch go through Triton's JIT, which passes tensors; plans pass addresses."""
+    from apex.kernels import _plans  # imports triton
+
+    return mock.patch.object(_plans, "JITFunction", type("Nothing", (), {}))

@@ -38,7 +38,7 @@ from triton import knobs
 from triton._C.libtriton import llvm
 from triton.runtime import driver
 
-from tests.kernels.driver import Hopper, Launcher, without_machine_code
+from tests.kernels.driver import Hopper, Launcher, without_machine_code, without_plans
 
 aten = torch.ops.aten
 READS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -269,6 +269,7 @@ def fake_cuda():
         mock.patch.object(torch.Tensor, "data_ptr", _address),
         mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _only_checked, create=True),
         mock.patch.object(llvm, "optimize_module"),
+        without_plans(),
         Pinning(devices),
         Watch(devices, log),
         torch.no_grad(),

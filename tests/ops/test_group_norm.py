@@ -298,7 +298,7 @@ def test_many_programs_for_one_image(monkeypatch):
 def test_partial_sums_are_joined_in_few_steps(groups):
     from apex.kernels import group_norm as kernels
 
-    shape = kernels._Shape(torch.empty(1, 512, 512, 512, device="meta"), groups)
+    shape = kernels._shape(torch.empty(1, 512, 512, 512, device="meta"), groups)
     assert shape.parts > 100
     assert shape.parts / shape.joins[0] <= kernels.STEPS
 
@@ -356,7 +356,7 @@ class _Launches(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
     def __getitem__(self, grid):
-        assert len(grid) <= 2
+        assert grid[2:] in ((), (1,))
         return self
 
     def __call__(self, *args, **kwargs):

@@ -60,7 +60,8 @@ def test_the_kernel_computes_the_definition(kernel, kind):
     """With every scalar in play: the gradient's factor, L2 penalty and decoupled decay at once."""
     update = UPDATES[kernel]
     scalars, rows = _scalars(update, kind)
-    inputs = [tensors(SIZES, seed=seed, scale=1.0) for seed in range(4)]
+    count = 5 if "_swa" in kernel else 4  # at most; an average comes last
+    inputs = [tensors(SIZES, seed=seed, scale=1.0) for seed in range(count)]
     inputs[2:] = [[x.abs() for x in column] for column in inputs[2:]]  # roots are taken of some
     wanted = []
     for position, row in zip(zip(*inputs, strict=True), rows, strict=True):
@@ -69,7 +70,7 @@ def test_the_kernel_computes_the_definition(kernel, kind):
         wanted.append(update.reference(values, update.scalars(*row)))
     results = range(len(wanted[0]))
     outputs = [tensors(SIZES, seed=9) for _ in results]
-    stores = tuple((4 + result, result) for result in results)
+    stores = tuple((count + result, result) for result in results)
     with _runtime.use("triton"):
         run(update, [*inputs, *outputs], stores, scalars)
     for result, found in zip(results, outputs, strict=True):

@@ -143,9 +143,7 @@ def test_the_path_depends_on_device_and_size(monkeypatch):
     """On a GPU, of which fake tensors are enough here."""
     taken = []
     monkeypatch.setattr(PRODUCT, "definition", lambda *args: taken.append("definition"))
-    monkeypatch.setattr(
-        PRODUCT, "_function", types.SimpleNamespace(apply=lambda *args: taken.append("kernel"))
-    )
+    monkeypatch.setattr(PRODUCT, "compute", lambda *args: taken.append("kernel"))
     monkeypatch.setattr(PRODUCT, "operator", lambda *args: taken.append("operator") or args)
     monkeypatch.setattr(_runtime, "PLAIN", (FakeTensor,))
     monkeypatch.setattr(_runtime, "_missing", lambda: None)
@@ -163,7 +161,8 @@ def test_the_path_depends_on_device_and_size(monkeypatch):
     assert path(on_gpu) == "kernel"
     monkeypatch.setattr(_runtime, "_missing", lambda: "no C compiler")
     assert path(on_gpu) == "definition"
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for name in ("is_compiling", "is_dynamo_compiling"):
+        monkeypatch.setattr(torch.compiler, name, lambda: True)
     assert path(on_gpu, least=9) == "operator"  # whatever the size
     assert path(on_cpu) == "definition"
     monkeypatch.setattr(_runtime, "HAS_TRITON", False)

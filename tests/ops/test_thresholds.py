@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import apex.ops
-from apex.ops import _thresholds
-from apex.ops.losses import cross_entropy, focal_loss
+from apex.ops import _runtime, _thresholds
+from apex.ops._op import UNSURE
+from apex.ops.losses import cross_entropy
 from apex.ops.norms import row_norms
 from tests.test_dev import ROOT
 
@@ -92,11 +93,13 @@ def test_calls_that_need_a_kernel_prefer_nothing():
 def test_small_is_what_the_definition_computes():
     """The short question and the whole choice of path agree on everything that is small."""
     few, many = torch.ones(2, 3), torch.ones(cross_entropy.SMALL // 4 + 1, 4)
-    for operation, args in ((cross_entropy.OP, (None, 0.0, 0)), (focal_loss.OP, ())):
-        assert operation.is_small(few)
-        assert operation._chosen(few, (few, *args)) is None
-    assert not cross_entropy.OP.is_small(many)
-    assert not cross_entropy.OP.is_small(few.tolist())
+    choose = cross_entropy.OP.choose
+    assert choose(few) is choose(few.double()) is choose(few[:0]) is None
+    assert choose(many) is cross_entropy.OP.pieces
+    assert choose(few.tolist()) is UNSURE
     with torch.autocast("cpu", torch.bfloat16):
-        assert not cross_entropy.OP.is_small(few)
-    torch.jit.trace(lambda x: x * cross_entropy.OP.is_small(x), (few,), check_trace=False)
+        assert choose(few) is UNSURE
+    torch.vmap(lambda x: x * (choose(x) is UNSURE or 1 / 0))(few)
+    torch.jit.trace(lambda x: x * (choose(x) is UNSURE or 1 / 0), (few,), check_trace=False)
+    with _runtime.use("triton"):
+        assert choose(few).__name__ == "apex.kernels.cross_entropy"

@@ -1,14 +1,19 @@
 """``apex selftest`` in several processes, and what is left to ``--all``."""
 
+import errno
 import functools
 import json
+import multiprocessing
 import os
+import subprocess
+import sys
+from collections import deque
 
 import pytest
 import torch
 
 from apex.cli.command_line import main
-from apex.selftest import command, ops, spread
+from apex.selftest import command, ops, record, spread
 from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from apex.selftest.check import Result
 from apex.selftest.record import Record
@@ -140,3 +145,48 @@ def test_the_file_has_results_in_the_order_of_the_plan(tmp_path):
     assert [check["name"] for check in content["checks"]] == ["0 fine", "2 fine"]
     assert content["next"] == "1 fine (definition)"
     assert not content["complete"]
+
+
+def test_a_disk_that_is_full_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    def full(content, file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "f.json"
+    monkeypatch.setattr(record, "save", full)
+    monkeypatch.setattr(command, "plan", functools.partial(planted.plan, kinds="fine fine"))
+    assert main(["selftest", "--device", "cpu", "--json", str(file), "--processes", "0"]) == 1
+    shown, told = capsys.readouterr()
+    assert "2 checks in " in shown
+    assert f"NOT in {file}: it cannot be written (No space left on device)." in shown
+    assert told.count("cannot be written") == 1
+
+
+@pytest.mark.slow
+def test_a_program_without_an_importable_main_module_can_call_it(tmp_path):
+    """It takes 5 s: two processes import torch."""
+    program = (
+        "from apex.selftest import spread\n"
+        "from tests.selftest import planted\n"
+        "from functools import partial\n"
+        "plan = partial(planted.plan, kinds='fine')\n"
+        "found = [*spread.spread(plan, lambda number: None, 1, 100.0)]\n"
+        "assert [result.error for _, result in found] == [None], found\n"
+    )
+    paths = os.pathsep.join([os.getcwd(), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    call = functools.partial(subprocess.run, check=True, env=environment, cwd=tmp_path)
+    call([sys.executable, "-"], input=program.encode())  # ./<stdin> is no file
+
+
+def test_the_time_that_a_process_was_given_is_said():
+    worker = spread._Worker.__new__(spread._Worker)
+    worker.pipe, theirs = multiprocessing.Pipe()
+    worker.number, worker._left, worker._given = None, deque([0]), 0.0
+    planned = planted.plan(kinds="fine")
+    worker.give(deque(), lambda number: None)
+    assert "not finished in 300 s" in worker.answer(planned, 7.0).result.error
+    theirs.send(None)
+    assert worker.answer(planned, 7.0) is None
+    assert "not finished in 7 s" in worker.answer(planned, 7.0).result.error
+    worker.pipe.close()
+    theirs.close()

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from apex.amp import checks
+from apex.amp import checks, entries
 from apex.amp.casting import state as casts
 from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
@@ -62,6 +62,7 @@ class OptimizerState:
         *,
         had_views: bool = False,
     ) -> None:
+        entries.complete(optimizer)
         self.training = training
         self.use_masters = use_masters
         self.superseded = False
@@ -95,6 +96,8 @@ class OptimizerState:
         self._replaced = Replaced(optimizer, methods, attributes)
         self._inner_step = self._replaced.inner["step"]
         self._replaced.watch(optimizer, weakref.ref(self))
+        owners = [optimizer, *optimizers_inside(optimizer)] if use_masters else []
+        self._sharing = entries.Sharing(owners, params)
         managed.add(optimizer)
 
     def _find_models_and_owners(self) -> None:
@@ -111,6 +114,7 @@ class OptimizerState:
         self.ledger.unscale_delayed(check=False)
         self.params.sync()
         self._replaced.take_off(optimizer)
+        self._sharing.take_off([optimizer, *optimizers_inside(optimizer)])
         self.params.restore()
 
     # -- what scale_loss, clipping and readers need --------------------------------------------

@@ -12,13 +12,16 @@ address: such a row's loss and gradients are nan.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty, half, multiprocessors, power_of_2
+from apex.kernels._plans import Family
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
 # values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are
@@ -27,7 +30,6 @@ BLOCK, WARPS, PROGRAMS_PER_MULTIPROCESSOR = 4096, 8, 4
 # Neighbours of a row that one thread reads: their largest logit and sum of exponentials need no
 # other thread, and so no barrier for each block.
 LANE = 8
-NO_FUSION = {"enable_fp_fusion": False}  # products and sums are rounded as PyTorch's
 
 
 @triton.jit
@@ -153,6 +155,33 @@ def _width(rows: int, columns: int, multiprocessors: int) -> int:
     return blocks * BLOCK
 
 
+@functools.lru_cache(maxsize=256)  # rows vary from batch to batch
+def _parts(rows: int, columns: int, multiprocessors: int) -> tuple[int, int, int, int]:
+    """Columns of a program and of a step, programs of a row, and their next power of 2."""
+    width = _width(rows, columns, multiprocessors)
+    parts = cdiv(columns, width)
+    return width, _block(columns), parts, power_of_2(parts)
+
+
+# Launches without fusion: products and sums are rounded as PyTorch's.
+@functools.cache
+def _of_sums(dtype: Any, labels: Any, padding_idx: int, smooth: bool, block: int) -> Family:
+    return Family(cross_entropy_sums, (smooth, block, LANE), WARPS, fuse=False)
+
+
+@functools.cache
+def _of_losses(dtype: Any, labels: Any, padding_idx: int, smooth: bool, height: int) -> Family:
+    return Family(cross_entropy_losses, (smooth, height), 1, fuse=False)
+
+
+@functools.cache
+def _of_backward(
+    dy: Any, dtype: Any, lse: Any, labels: Any, out: Any, padding_idx: int, block: int
+) -> Family:
+    return Family(cross_entropy_backward, (block,), WARPS, fuse=False)
+
+
+@functools.cache
 def _block(columns: int) -> int:
     return min(BLOCK, max(256, power_of_2(columns)))
 
@@ -167,20 +196,21 @@ def forward(
     """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous."""
     (rows, columns), smooth = logits.shape, smoothing != 0.0
     logits, labels = _rows(logits), labels.contiguous()
-    outputs = empty(logits, rows), empty(logits, rows)
-    width = _width(rows, columns, multiprocessors(logits.device))
-    n_parts = cdiv(columns, width)
-    sums = [empty(logits, rows, n_parts) for _ in range(3)]
+    losses, lse = empty(logits, rows), empty(logits, rows)
+    width, block, n_parts, height = _parts(rows, columns, multiprocessors(logits.device))
+    sums = (empty(logits, rows, n_parts), empty(logits, rows, n_parts))
+    centered = empty(logits, rows, n_parts) if smooth else sums[0]  # not written without smoothing
     lengths = 2 * logits.stride(0), 2 * columns
-    cross_entropy_sums[(rows, n_parts)](
-        logits, logits, labels, *sums, *lengths, width, padding_idx, smooth, _block(columns), LANE,
-        num_warps=WARPS, **NO_FUSION,
+    kinds = (logits.dtype, labels.dtype, padding_idx, smooth)
+    _of_sums(*kinds, block).launch(
+        (rows, n_parts, 1), (logits, logits, labels, *sums, centered),
+        (*lengths, width, padding_idx), *lengths, width,
     )  # fmt: skip
-    cross_entropy_losses[(rows,)](
-        logits, labels, *sums, *outputs, *lengths, n_parts, smoothing, padding_idx, smooth,
-        power_of_2(n_parts), num_warps=1, **NO_FUSION,
+    _of_losses(*kinds, height).launch(
+        (rows, 1, 1), (logits, labels, *sums, centered, losses, lse),
+        (*lengths, n_parts, float(smoothing), padding_idx), *lengths, n_parts,
     )  # fmt: skip
-    return outputs
+    return losses, lse
 
 
 def backward(
@@ -195,12 +225,15 @@ def backward(
     out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """The gradient of the logits, written into ``out`` if given, which may be ``logits``."""
-    (rows, columns), block = logits.shape, _block(logits.shape[1])
+    rows, columns = logits.shape
+    block = _block(columns)
     out = torch.empty_like(logits) if out is None else out
     logits, written = _rows(logits), _rows(out)
-    cross_entropy_backward[(rows, cdiv(columns, block))](
-        dy, logits, lse.contiguous(), labels.contiguous(), written, dy.stride(0),
-        2 * logits.stride(0), 2 * written.stride(0), 2 * columns, smoothing, padding_idx, block,
-        num_warps=WARPS, **NO_FUSION,
+    lengths = dy.stride(0), 2 * logits.stride(0), 2 * written.stride(0), 2 * columns
+    kinds = (dy.dtype, logits.dtype, lse.dtype, labels.dtype, written.dtype, padding_idx)
+    _of_backward(*kinds, block).launch(
+        (rows, -(-columns // block), 1),
+        (dy, logits, lse.contiguous(), labels.contiguous(), written),
+        (*lengths, float(smoothing), padding_idx), *lengths,
     )  # fmt: skip
     return [out if written is out else out.copy_(written)]

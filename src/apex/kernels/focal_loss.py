@@ -7,6 +7,7 @@ the compiler, which makes multiplications of the divisions that find an element'
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty
+from apex.kernels._plans import Family
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
 LANE = 8  # neighbours that one thread reads of them
@@ -126,15 +128,20 @@ def _focal_loss(
         tl.store(sums_ptr + tl.program_id(0), total)
 
 
+@functools.cache
+def _family(columns: int, smooth: bool, square: bool, kinds: Any) -> Family:
+    lane, warps = (LANE, WARPS) if columns >= LANE else (1, ALONE_WARPS)  # in at most two rows
+    return Family(_focal_loss, (columns, smooth, square, BLOCK, lane), warps)
+
+
 def _launch(
     logits: torch.Tensor, pointers: Any, classes: int, alpha: float, gamma: float, smoothing: float
 ) -> None:
-    numbers = (logits.numel(), classes, alpha, gamma, smoothing)
-    columns = logits.shape[-1]
-    lane, warps = (LANE, WARPS) if columns >= LANE else (1, ALONE_WARPS)  # in at most two rows
-    constants = (columns, smoothing != 0.0, gamma == 2.0, BLOCK, lane)
-    grid = (cdiv(logits.numel(), BLOCK),)
-    _focal_loss[grid](logits, *pointers, *numbers, *constants, num_warps=warps)
+    size, tensors = logits.numel(), (logits, *pointers)
+    kinds = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+    family = _family(logits.shape[-1], smoothing != 0.0, gamma == 2.0, kinds)
+    numbers = (size, classes, float(alpha), float(gamma), float(smoothing))
+    family.launch((cdiv(size, BLOCK), 1, 1), tensors, numbers, size, classes)
 
 
 def forward(

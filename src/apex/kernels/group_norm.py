@@ -16,6 +16,7 @@ Variances", 1979, eq. 2.1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +25,12 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty, half, power_of_2
+from apex.kernels._plans import Family
 
 # Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
 # images and two sums that is some 100 registers. Derived, not tuned on a GPU.
 TILE = 2048
-OPTIONS: dict[str, Any] = {"num_warps": 4}
+WARPS = 4
 # Programs that fill a chip: eight for each of an H100's 132 multiprocessors, or nearly so.
 PROGRAMS = 1024
 # Joining partial sums, one program a group: elements at a time, and dependent steps at most.
@@ -286,11 +288,10 @@ def group_norm_backward(
 
 
 class _Shape:
-    """How an image is cut into programs."""
+    """How images are cut into programs; ``rows`` are the pixels of one."""
 
-    def __init__(self, x: torch.Tensor, groups: int) -> None:
-        self.images, channels, *_ = x.shape
-        rows = x.numel() // (self.images * channels)
+    def __init__(self, images: int, channels: int, rows: int, groups: int) -> None:
+        self.images = images
         block = tile_channels(channels)
         height = TILE // block
         columns, blocks = cdiv(channels, block), cdiv(rows, height)
@@ -299,10 +300,43 @@ class _Shape:
         parts = max(1, min(PROGRAMS // max(1, self.images * columns), STEPS * joined, blocks))
         self.step = cdiv(blocks, parts) * height
         self.parts = cdiv(rows, self.step)
-        self.grid = (self.images * self.parts, columns)
+        self.grid = (images * self.parts, columns, 1)
+        self.per_group = (images * groups, 1, 1)
         self.sizes = (rows, 2 * channels, groups, self.parts)
         self.tile = (height, block)
         self.joins = (power_of_2(min(self.parts, joined)), width)
+
+
+def _kinds(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+
+
+@functools.cache
+def _of_forward(kinds: Any, silu: bool, tile: Any, joins: Any) -> tuple[Family, ...]:
+    """For images and weights of some dtypes: moments, statistics, result."""
+    return (
+        Family(group_norm_moments, tile, WARPS),
+        Family(group_norm_stats, joins, WARPS),
+        Family(group_norm_forward, (silu, *tile), WARPS),
+    )
+
+
+@functools.cache
+def _of_backward(kinds: Any, silu: bool, tile: Any, joins: Any) -> tuple[Family, ...]:
+    """For images and weights of some dtypes: sums, their statistics, gradient of the input."""
+    return (
+        Family(group_norm_grad_sums, (silu, *tile), WARPS),
+        Family(group_norm_grad_stats, joins, WARPS),
+        Family(group_norm_backward, (silu, *tile), WARPS),
+    )
+
+
+_shapes = functools.lru_cache(maxsize=256)(_Shape)  # sizes of images vary
+
+
+def _shape(x: torch.Tensor, groups: int) -> _Shape:
+    images, channels = x.shape[:2]
+    return _shapes(images, channels, x.numel() // (images * channels), groups)
 
 
 def tile_channels(channels: int) -> int:
@@ -322,19 +356,16 @@ def forward(
         ``y`` like ``x``, and float32 ``(images, groups, 2)``: mean and 1 / std.
     """
     weight, bias = _contiguous(weight), _contiguous(bias)
-    shape = _Shape(x, groups)
+    shape = _shape(x, groups)
     y, stats = torch.empty_like(x), empty(x, x.shape[0], groups, 2)
     rows, twice_channels, _, parts = shape.sizes
     partial = empty(x, shape.images, parts, 2, x.shape[1])
-    group_norm_moments[shape.grid](
-        x, partial, rows, twice_channels, parts, shape.step, *shape.tile, **OPTIONS
-    )
-    group_norm_stats[(shape.images * groups,)](
-        partial, stats, *shape.sizes, shape.step, eps, *shape.joins, **OPTIONS
-    )
-    group_norm_forward[shape.grid](
-        x, weight, bias, stats, y, *shape.sizes, shape.step, silu, *shape.tile, **OPTIONS
-    )
+    grid, sizes, step, tile = shape.grid, shape.sizes, shape.step, shape.tile
+    first, second, third = _of_forward(_kinds(x, weight, bias), silu, tile, shape.joins)
+    first.launch(grid, (x, partial), (rows, twice_channels, parts, step), *sizes, step)
+    numbers = (*sizes, step)
+    second.launch(shape.per_group, (partial, stats), (*numbers, float(eps)), *numbers)
+    third.launch(grid, (x, weight, bias, stats, y), numbers, *numbers)
     return y, stats
 
 
@@ -346,23 +377,19 @@ def backward(
     kept, stats = (_contiguous(weight), _contiguous(bias)), stats.contiguous()
     if dy.stride() != x.stride():
         dy = dy.movedim(1, -1).contiguous()  # in memory like x
-    shape = _Shape(x, groups)
+    shape = _shape(x, groups)
     images, channels = shape.images, x.shape[1]
     partial = empty(x, images, shape.parts, 2, channels)
     sums, means = empty(x, images, 2, channels), empty(x, images, groups, 2)
-    group_norm_grad_sums[shape.grid](
-        dy, x, *kept, stats, partial, *shape.sizes, shape.step, silu, *shape.tile, **OPTIONS
-    )
-    group_norm_grad_stats[(images * groups,)](
-        partial, kept[0], sums, means, *shape.sizes, *shape.joins, **OPTIONS
-    )
+    kinds = _kinds(dy, x, *kept, stats)
+    first, second, third = _of_backward(kinds, silu, shape.tile, shape.joins)
+    grid, sizes, numbers = shape.grid, shape.sizes, (*shape.sizes, shape.step)
+    first.launch(grid, (dy, x, *kept, stats, partial), numbers, *numbers)
+    second.launch(shape.per_group, (partial, kept[0], sums, means), sizes, *sizes)
     grads: list[torch.Tensor | None] = [None] * 3
     if needs[0]:
         grads[0] = torch.empty_like(x)
-        group_norm_backward[shape.grid](
-            dy, x, *kept, stats, means, grads[0], *shape.sizes, shape.step, silu, *shape.tile,
-            **OPTIONS,
-        )  # fmt: skip
+        third.launch(grid, (dy, x, *kept, stats, means, grads[0]), numbers, *numbers)
     of_images = sums.sum(0) if any(needs[1:]) else None
     for place, (of, row) in enumerate(((weight, 1), (bias, 0)), 1):
         if of_images is not None and of is not None and needs[place]:

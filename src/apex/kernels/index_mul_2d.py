@@ -6,15 +6,19 @@ it adds up, for one of its rows and a block of columns, all rows with that index
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv, half, power_of_2
+from apex.kernels._plans import Family
 
 TILE = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 COLUMNS = 128  # of a tile, at most
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+WARPS = 4
 
 
 @triton.jit
@@ -63,11 +67,23 @@ def _tile(columns: int) -> tuple[int, int]:
     return TILE // width, width
 
 
+@functools.cache
+def _of_products(dtype: Any, other: Any, index: Any, columns: int) -> Family:
+    return Family(_products, _tile(columns), WARPS, fuse=False)
+
+
+@functools.cache
+def _of_sums(dtype: Any, other: Any, out: Any, columns: int) -> Family:
+    return Family(_sums, _tile(columns), WARPS, fuse=False)
+
+
 def forward(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
     y, (size, columns), (height, width) = torch.empty_like(in2), in2.shape, _tile(in2.shape[1])
     grid = (cdiv(size, height), cdiv(columns, width))
-    _products[grid](in2, in1, index, y, size, len(in1), 2 * columns, height, width, **OPTIONS)
+    family = _of_products(in2.dtype, in1.dtype, index.dtype, columns)
+    numbers = (size, in1.shape[0], 2 * columns)
+    family.launch((*grid, 1), (in2, in1, index, y), numbers, *numbers[:2])
     return y
 
 
@@ -79,7 +95,7 @@ def backward(
     din2 = forward(dy, in1, index) if needs[0] else None
     if not needs[1]:
         return [din2, None]
-    din1, (rows, columns), (height, width) = torch.empty_like(in1), in1.shape, _tile(in1.shape[1])
+    din1, (rows, columns) = torch.empty_like(in1), in1.shape
     if rows:
         # Rows that chose the same row of ``in1`` are a segment of the sorted index. Each row of
         # ``in1`` finds where its segment begins by bisection, which gives an empty one to those
@@ -88,6 +104,7 @@ def backward(
         # without atomics, and with the same bits at each call.
         sorted_index, order = index.long().sort(stable=True)
         firsts = torch.searchsorted(sorted_index, torch.arange(rows + 1, device=index.device))
-        grid = (rows, cdiv(columns, width))
-        _sums[grid](dy, in2, order, firsts, din1, 2 * columns, height, width, **OPTIONS)
+        grid = (rows, cdiv(columns, _tile(columns)[1]))
+        family = _of_sums(dy.dtype, in2.dtype, din1.dtype, columns)
+        family.launch((*grid, 1), (dy, in2, order, firsts, din1), (2 * columns,))
     return [din2, din1]

@@ -3,9 +3,13 @@
 Always in the same order, so that a sum is repeated bit for bit.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from apex.kernels._plans import Family
 
 # As the definition in plain PyTorch computes: multiplications and additions are not contracted.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -71,7 +75,10 @@ def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False
     """
     sums, tensors = partial.shape[1], len(firsts) - 1
     out = torch.empty((sums, tensors), dtype=torch.float32, device=partial.device)
-    segment_kernel[(tensors,)](
-        partial, firsts, out, SUMS=sums, LARGEST=largest, BLOCK=PARTIALS, **OPTIONS
-    )
+    _segments(sums, largest).launch((tensors, 1, 1), (partial, firsts, out), ())
     return out
+
+
+@functools.cache
+def _segments(sums: int, largest: bool) -> Family:
+    return Family(segment_kernel, (sums, largest, PARTIALS), fuse=False)

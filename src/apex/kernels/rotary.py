@@ -11,6 +11,7 @@ The backward is the same kernel, which takes the two halves of sin crosswise and
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import power_of_2
+from apex.kernels._plans import Family
 
 # Elements of each half; of a warp 8 a thread, 128 bits of a 16-bit tensor. Derived, not measured.
 TILE = 1024
@@ -86,18 +88,28 @@ def forward(
     groups = 1
     if positions is not None:
         groups, positions = positions.shape[1], positions.contiguous()
-    *tiles, warps = _tiles(channels // groups, cos.shape[1] // 2, heads)
-    rotary_kernel[(rows * columns,)](
-        t, cos.contiguous(), sin.contiguous(), positions, y, columns, heads,
-        row // aligned, column // aligned, head // aligned, dim, groups, back, aligned,
-        *tiles, num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    kinds = (t.dtype, cos.dtype, sin.dtype, None if positions is None else positions.dtype)
+    family = _family(
+        kinds, dim, groups, bool(back), aligned, channels // groups, cos.shape[1] // 2, heads
+    )
+    tensors = (t, cos.contiguous(), sin.contiguous(), positions, y)
+    strides = (row // aligned, column // aligned, head // aligned)
+    family.launch((rows * columns, 1, 1), tensors, (columns, heads, *strides), columns, *strides)
     return y
 
 
 def backward(dy: torch.Tensor, needs: list[bool], *, dim: int, **tables: Any) -> list[torch.Tensor]:
     """Compute the gradient of ``t``, contiguous; ``dy`` may have any strides."""
     return [forward(dy, **tables, dim=dim, back=True)]
+
+
+@functools.cache
+def _family(
+    kinds: Any, dim: int, groups: int, back: bool, aligned: int, channels: int, half: int,
+    heads: int,
+) -> Family:  # fmt: skip
+    *tiles, warps = _tiles(channels, half, heads)
+    return Family(rotary_kernel, (dim, groups, back, aligned, *tiles), warps, fuse=False)
 
 
 def _tiles(channels: int, half: int, heads: int) -> tuple[int, int, int, int, int, int]:

@@ -11,6 +11,7 @@ whole, 128 bits wide. A mask is read through its strides, 0 where heads or batch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv, half, power_of_2
+from apex.kernels._launching import half, power_of_2
+from apex.kernels._plans import Family
 
-NO_FUSION = {"enable_fp_fusion": False}  # every product is rounded, as in PyTorch's functions
 # The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16
 # of each of two tensors. Longer rows: two 128-bit reads of 16-bit numbers a thread. Derived from
 # the compiled code (`./dev kernels`), not tuned on a GPU.
@@ -128,6 +129,25 @@ def scaled_softmax_backward(
 # -- launching -----------------------------------------------------------------------------------
 
 
+# Launches without fusion: every product is rounded, as in PyTorch's functions.
+@functools.cache
+def _of_forward(
+    n_cols: int, dtype: torch.dtype, unmasked: bool, causal: bool
+) -> tuple[int, Family]:
+    whole, rows, block, warps = _tile(n_cols, WIDEST_FORWARD)
+    constants = (causal, whole, rows, block)
+    return rows, Family(scaled_softmax_forward, constants, warps, fuse=False)
+
+
+@functools.cache
+def _of_backward(
+    n_cols: int, dtype: torch.dtype, dy_dtype: torch.dtype, causal: bool
+) -> tuple[int, Family]:
+    whole, rows, block, warps = _tile(n_cols, WIDEST_BACKWARD)
+    constants = (causal, whole, rows, block)
+    return rows, Family(scaled_softmax_backward, constants, warps, fuse=False)
+
+
 def _tile(n_cols: int, widest: int) -> tuple[bool, int, int, int]:
     """Whether a row is one block; rows and columns of a tile, and warps."""
     if n_cols > widest:
@@ -156,24 +176,30 @@ def forward(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Ten
     if mask is not None:
         mask, strides = _readable(mask, n_cols)
         heads = batch[-1] if batch else 1
-    whole, rows, block, warps = _tile(n_cols, WIDEST_FORWARD)
-    scaled_softmax_forward[(cdiv(n_rows, rows),)](
-        x, mask, y, n_rows, 2 * n_cols, queries, heads, *strides, scale, causal, whole, rows, block,
-        num_warps=warps, **NO_FUSION,
+    rows, family = _of_forward(n_cols, x.dtype, mask is None, causal)
+    family.launch(
+        (-(-n_rows // rows), 1, 1), (x, mask, y),
+        (n_rows, 2 * n_cols, queries, heads, *strides, float(scale)),
+        n_rows, queries, heads, *strides,
     )  # fmt: skip
     return y
 
 
 def backward(
-    dy: torch.Tensor, needs: Sequence[bool], *, y: torch.Tensor, scale: float, causal: bool
-) -> list[torch.Tensor]:
-    """Compute the gradient of the input, contiguous."""
-    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    dy: torch.Tensor, needs: Sequence[bool], *, y: torch.Tensor, scale: float, causal: bool,
+    out: torch.Tensor | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Compute the gradient of the input, contiguous.
+
+    ``out``, if given, is written, and may be ``dy``: a program reads each block of its own rows
+    before it writes it.
+    """
+    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if out is None else out
     dy, y, queries, n_cols = dy.contiguous(), y.contiguous(), y.shape[-2], y.shape[-1]
     n_rows = y.numel() // n_cols
-    whole, rows, block, warps = _tile(n_cols, WIDEST_BACKWARD)
-    scaled_softmax_backward[(cdiv(n_rows, rows),)](
-        dy, y, dx, n_rows, 2 * n_cols, queries, scale, causal, whole, rows, block,
-        num_warps=warps, **NO_FUSION,
+    rows, family = _of_backward(n_cols, y.dtype, dy.dtype, causal)
+    family.launch(
+        (-(-n_rows // rows), 1, 1), (dy, y, dx), (n_rows, 2 * n_cols, queries, float(scale)),
+        n_rows, queries,
     )  # fmt: skip
     return [dx]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from apex.kernels._launching import cdiv
+from apex.kernels._plans import Family
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+WARPS = 4
 
 
 @triton.jit
@@ -60,10 +63,22 @@ def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, size, BLOCK: tl.cons
         _backward_block(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, offsets, offsets < size)
 
 
+@functools.cache
+def _of_forward(gate: torch.dtype, up: torch.dtype) -> Family:
+    return Family(_forward, (BLOCK,), WARPS, fuse=False)
+
+
+@functools.cache
+def _of_backward(gate: torch.dtype, up: torch.dtype, dy: torch.dtype, *needs: bool) -> Family:
+    return Family(_backward, (BLOCK,), WARPS, fuse=False)
+
+
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
     y = torch.empty_like(gate)
-    _forward[(cdiv(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK, **OPTIONS)
+    size = y.numel()
+    family = _of_forward(gate.dtype, up.dtype)
+    family.launch((cdiv(size, BLOCK), 1, 1), (gate, up, y), (size,), size)
     return y
 
 
@@ -71,9 +86,9 @@ def backward(
     dy: torch.Tensor, needs: list[bool], *, gate: torch.Tensor, up: torch.Tensor
 ) -> list[torch.Tensor | None]:
     """Compute the gradients of ``gate`` and ``up`` that are needed."""
-    grads = [
-        torch.empty_like(x) if need else None for x, need in zip((gate, up), needs, strict=True)
-    ]
-    grid = (cdiv(dy.numel(), BLOCK),)
-    _backward[grid](dy, gate, up, *grads, dy.numel(), BLOCK, **OPTIONS)
-    return grads
+    size = dy.numel()
+    dgate = torch.empty_like(gate) if needs[0] else None
+    dup = torch.empty_like(up) if needs[1] else None
+    family = _of_backward(gate.dtype, up.dtype, dy.dtype, *needs)
+    family.launch((cdiv(size, BLOCK), 1, 1), (dy, gate, up, dgate, dup), (size,), size)
+    return [dgate, dup]

@@ -12,7 +12,7 @@ An operation computes the same on every path; :meth:`op.__call__` chooses one:
 
 From the schema follow the operator and its backward, their functions for fake tensors, what is
 saved, gradients of gradients (of the definition), vmap over a backward, and the autocast rule.
-``benchmarks/launch_cost.py`` times an eager call: names become positions once, when it is built.
+``benchmarks/op_host_time.py`` times an eager call: names become positions once, when it is built.
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.autograd import forward_ad
 from torch.library import Library, register_autograd, register_fake, register_vmap
 
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError
 from apex.ops._thresholds import Threshold, threshold
 
+UNSURE = object()  #: What :meth:`op.choose` says where more than one tensor has to be looked at.
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _LIBRARY = Library("apex", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _any(x: torch.Tensor) -> bool:
+    return True
 
 
 class op:  # lower case, like torch.autocast: used as a function
@@ -75,7 +83,7 @@ class op:  # lower case, like torch.autocast: used as a function
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
         takes: Whether the kernel takes the first argument as it lies in memory.
         compiles_to_operator: Whether ``torch.compile`` for a GPU gets the operator and not the
-            definition, which it fuses with what is around. docs/performance.md has their bytes.
+            definition, which it fuses with what is around. docs/kernels.md has their bytes.
     """
 
     def __init__(
@@ -91,7 +99,7 @@ class op:  # lower case, like torch.autocast: used as a function
         pieces: Any = None,
         autocast: Literal["half", "leave"] = "leave",
         contiguous: bool = True,
-        takes: Callable[[torch.Tensor], bool] = lambda x: True,
+        takes: Callable[[torch.Tensor], bool] = _any,
         compiles_to_operator: Callable[..., bool] = lambda *args: True,
     ) -> None:
         self.name, arguments, self.results = _parsed(schema)
@@ -112,17 +120,19 @@ class op:  # lower case, like torch.autocast: used as a function
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
         always_ours = Threshold(1, 1) if self.own_backward else None
         self.threshold = always_ours or threshold(self.name) or Threshold(sys.maxsize, sys.maxsize)
-        # Of a CPU's tensors: up to so many elements the definition computes.
-        self._above = 0 if self.own_backward else getattr(pieces, "above", sys.maxsize)
         self._find_positions()
         self._define_operators(schema, arguments)
         # For eager calls. The function is made once and what computes is chosen for each call, so
         # `apply` has an argument behind those of the schema, and the backward a None for it.
         methods = {
             "forward": staticmethod(self._computed_and_saved),
-            "backward": staticmethod(lambda *args: (*self._gradients(*args), None)),
+            "backward": staticmethod(self._computed_backward),
         }
         self._function: Any = type(self.name, (torch.autograd.Function,), methods)
+        #: ``apply`` of the arguments and what computes, after `choose`: without transforms, which
+        #: torch's own ``apply`` looks for in a frame of Python for each argument.
+        function: Any = torch.autograd.Function
+        self.compute: Callable[..., torch.Tensor] = super(function, self._function).apply  # type: ignore[misc]
 
     def _find_positions(self) -> None:
         """Turn names into positions among the arguments and, behind them, the results."""
@@ -157,26 +167,48 @@ class op:  # lower case, like torch.autocast: used as a function
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def is_small(self, x: Any) -> bool:
-        """Whether an eager call on ``x`` is the definition because it has few elements.
+    def choose(self, x: Any) -> Any:
+        """What computes an eager call whose first argument is ``x``, if nothing is unusual.
 
-        Functions whose definition is one function of torch's ask this first: the answer costs one
-        frame of Python and one of torch's, a whole choice of path ten. False where autocast, a
-        graph or a test may decide otherwise.
+        Kernels or pieces, which `compute` takes; ``None``: the definition; `UNSURE`: ask
+        :meth:`__call__`. Functions ask this first: one frame of Python and one of torch's, and if
+        all is well with their other arguments nothing else has to be asked.
         """
-        return (
-            not torch.compiler.is_dynamo_compiling()
-            and not torch.compiler._is_compiling_flag  # torch.export without Dynamo
-            and type(x) in _runtime.PLAIN
-            and torch._C._get_tracing_state() is None  # sizes would be tensors
-            and x.numel() < (self.threshold.least if x.is_cuda else self._above)
-            and not _runtime._forced
-            and not torch._C._is_any_autocast_enabled()
-        )
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or torch.compiler._is_compiling_flag  # torch.export without Dynamo
+            or type(x) not in _runtime.PLAIN
+            or torch._C._get_tracing_state() is not None  # sizes would be tensors
+            or torch._C._is_any_autocast_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or _is_wrapped(x)  # what is left of a transform
+            or forward_ad._current_level >= 0
+            or torch._C._len_torch_dispatch_stack() > 0
+        ):
+            return UNSURE
+        size, forced = x.numel(), _runtime._forced
+        if not size or x.dtype not in _runtime.DTYPES:
+            return None
+        if forced:
+            fuses = forced[-1] == "triton"
+        else:
+            fuses = x.is_cuda and size >= self.threshold.least and _runtime._missing() is None
+        if fuses and self._kernel_file and (self.takes is _any or self.takes(x)):
+            return sys.modules.get(self._kernel_file) or self._kernels()
+        if self.own_backward:
+            return self.pieces
+        if self.pieces is None or forced or not x.is_cpu or size <= self.pieces.above:
+            return None
+        return UNSURE if hasattr(self.pieces, "serves") else self.pieces
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
         x = args[0]
+        implementation = self.choose(x)
+        if implementation is not UNSURE and self._are_plain(args):
+            if implementation is None:
+                return self.definition(*args)
+            return self.compute(*args, implementation)
         device_type = x.device.type
         if _runtime.autocasts(device_type):
             args = self.cast(*args)
@@ -255,7 +287,9 @@ class op:  # lower case, like torch.autocast: used as a function
         """Compute ``y`` and what the backward needs, as an operator."""
         implementation = self.implementation(args[0])
         if implementation is not None and args[0].numel():
-            return _call(implementation.forward, args[0], *self._dense(args, self._at_tensors))
+            return call_on_device(
+                implementation.forward, args[0], *self._dense(args, self._at_tensors)
+            )
         if self.allocate is None:
             return self._defined(args)
         y, *more = self._allocate(*args)
@@ -292,22 +326,69 @@ class op:  # lower case, like torch.autocast: used as a function
     # -- autograd ----------------------------------------------------------------------------------
 
     def _computed_and_saved(self, ctx: Any, *args: Any) -> Any:
-        *inputs, implementation = args
-        dense = self._dense(inputs, self._at_tensors)
-        outputs = _as_tuple(_call(implementation.forward, args[0], *dense))
-        self._save(ctx, inputs, outputs, implementation)
-        return outputs[0]
+        implementation, dense = args[-1], [*args[:-1]]
+        for i in self._at_tensors:
+            tensor = dense[i]
+            if tensor is not None and (
+                tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
+            ):
+                dense = self._dense(dense, self._at_tensors)
+                break
+        if args[0].is_cuda and args[0].get_device() != _current_device():
+            outputs = call_on_device(implementation.forward, args[0], *dense)
+        else:
+            outputs = implementation.forward(*dense)
+        y, *more = (outputs,) if outputs.__class__ is torch.Tensor else outputs
+        known = (*args[:-1], y, *more)
+        ctx.implementation = implementation
+        ctx.constants = tuple(map(known.__getitem__, self._at_constants))
+        ctx.save_for_backward(*map(known.__getitem__, self._at_saves))
+        return y
+
+    def _computed_backward(self, ctx: Any, dy: torch.Tensor | None) -> Any:
+        """Backward of an eager call: by what computed the forward, if nothing is unusual."""
+        if (
+            dy is None  # only another result was used
+            or torch.is_grad_enabled()
+            or torch._C._is_any_autocast_enabled()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or _is_wrapped(dy)
+            or _is_batched(dy)
+            or torch.compiler.is_dynamo_compiling()
+            or torch.compiler._is_compiling_flag
+        ):
+            return (*self._gradients(ctx, dy), None)
+        needed = ctx.needs_input_grad
+        for i in self._at_others:
+            if needed[i]:
+                return (*self._gradients(ctx, dy), None)
+        dense: list[Any] = [dy, *ctx.saved_tensors]
+        for tensor in dense:
+            if tensor is not None and (
+                tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
+            ):
+                dense = self._dense(dense, range(len(dense)))
+                break
+        given = dict(zip(self._saved, (*dense[1:], *ctx.constants), strict=True))
+        needs = tuple(map(needed.__getitem__, self._at_grads))
+        backward = ctx.implementation.backward
+        if dy.is_cuda and dy.get_device() != _current_device():
+            gradients = call_on_device(backward, dy, dense[0], needs, **given)
+        else:
+            gradients = backward(dense[0], needs, **given)
+        found: list[torch.Tensor | None] = [None] * (len(self.names) + 1)
+        for i, gradient, need in zip(self._at_grads, gradients, needs, strict=True):
+            if need:
+                found[i] = gradient
+        return tuple(found)
 
     def _save_for_operator(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         outputs = _as_tuple(output)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
-        self._save(ctx, inputs, outputs, None)
-
-    def _save(self, ctx: Any, inputs: Sequence[Any], outputs: Any, implementation: Any) -> None:
         known = (*inputs, *outputs)
-        ctx.implementation = implementation
-        ctx.constants = [known[i] for i in self._at_constants]
+        ctx.implementation = None
+        ctx.constants = tuple(known[i] for i in self._at_constants)
         ctx.save_for_backward(*[known[i] for i in self._at_saves])
 
     def _gradients(self, ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
@@ -340,7 +421,7 @@ class op:  # lower case, like torch.autocast: used as a function
     ) -> Any:
         dy, *dense = self._dense((dy, *saved), range(1 + len(self.saves)))
         given = dict(zip(self._saved, dense, strict=True))
-        return _call(implementation.backward, dy, dy, needs, **given)
+        return call_on_device(implementation.backward, dy, dy, needs, **given)
 
     def _run_backward(self, dy: torch.Tensor, needs: list[bool], *saved: Any) -> Any:
         if not dy.numel():
@@ -400,7 +481,14 @@ class op:  # lower case, like torch.autocast: used as a function
         return dict(zip(views, found, strict=True))
 
 
-def _call(function: Callable[..., Any], first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+# The device that is current, without a frame of Python. A build for CPUs has no such function.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)
+
+
+def call_on_device(
+    function: Callable[..., Any], first: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a launcher while the device of ``first`` is the current one."""
     if not first.is_cuda:
         return function(*args, **kwargs)
     with torch.cuda.device(first.device):  # Triton launches there

@@ -34,11 +34,10 @@ from torch.amp.grad_scaler import OptState
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.overlaps import own_copies, write_back
-from apex.ops.lists.placements import is_sharded, placed
+from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
 from apex.ops.lists.storage import PLAIN, STORAGES, ScaledStep, StepOptions, Storage
 from apex.ops.lists.tensor_lists import (
-    OWN_MEMORY,
     Scalar,
     TensorColumn,
     are_real_and_strided,
@@ -46,29 +45,25 @@ from apex.ops.lists.tensor_lists import (
 from apex.optimizers import _checkpoint, _checks
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._columns import (
+    Written,
     collected,
-    concatenated,
     follow_written,
+    lists_of,
     quantized,
     versions,
+    with_own,
 )
 from apex.optimizers._launches import (
     GroupGrads,
     Launch,
     count_steps,
     counted,
-    joined,
-    on_device,
     scalar,
     split,
-    with_copies,
-    with_grads,
-    without_missing,
 )
 from apex.optimizers._zero import Partition, partition
 
 _MASTERED = methodcaller("__contains__", "master_param")
-_PLAIN = OWN_MEMORY | {type(None)}  # a gradient may be missing
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
 _NOT_COPIED = {
@@ -198,9 +193,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return torch.zeros(1, dtype=torch.int32, device=devices[0] if devices else "cpu")
 
     @functools.cached_property
-    def _written(self) -> dict[torch.Tensor, tuple[int, torch.Tensor]]:
-        """By parameter, its version at the last step, and what is stored beside it."""
-        return {}
+    def _written(self) -> Written:
+        """Of parameters their versions at the last step, and what is stored beside them."""
+        return []
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's copies hold only groups and state, and would lose a subclass's arguments. Hooks
@@ -292,7 +287,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
         scaler = historic.pop("grad_scaler", None)
-        _checks.step_arguments(self._name, historic, self._takes_arguments)
+        if any(value is not None for value in historic.values()):
+            _checks.step_arguments(self._name, historic, self._takes_arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -346,43 +342,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor, noop, is_skipped = _read(factor, noop)
         if is_skipped:
             return
-        active = [with_grads(group, grads) for group in self.param_groups]
-        every = concatenated([group["params"] for group in self.param_groups])
-        gradients = concatenated([one.grads for one in active])
-        types = {*map(type, chain(every, gradients))}
-        if type(None) in types:
-            active = [*map(without_missing, active)]
-            gradients = concatenated([one.grads for one in active])
-        plain = types <= _PLAIN
-        sharded = [] if plain else [*filter(is_sharded, every)]
-        if plain:
-            gradients = TensorColumn(gradients)
-        else:
-            active = [a._replace(grads=[*placed(self._name, a.params, a.grads)]) for a in active]
-            gradients = [grad for one in active for grad in one.grads]
-        together = joined(active, self.defaults if self._joins_groups else None, noop)
-        # Columns are collected first: where all is uniform, gradients are known to be dense and
-        # real. Where something is missing it is made after the checks.
-        lists = collected(self, together, active, gradients, copies, makes=False)
+        kept = [self._slots_of(group) for group in self.param_groups]
+        # Nothing is made yet. Where all is uniform, gradients are known to be dense and real.
+        found = collected(self, kept, noop, copies, grads)
+        active, every, gradients, together, lists = found
         if lists is None and not are_real_and_strided([gradients]):
             _checks.gradients(self._name, gradients)
-        for one in active:  # all checks before anything changes
-            _checks.stored(self, one.params)
+        if self.storage != "plain":  # all checks before anything changes
+            _checks.stored(self, [param for one in active for param in one.params])
         copied = self._own_copies(gradients) if write_grads or self._writes_grads else {}
-        written = gradients
         if copied:
-            active, lists = with_copies(active, copied), None
-            together = joined(active, self.defaults if self._joins_groups else None, noop)
-            written = concatenated([one.grads for one in active])
+            found = with_own(found, copied, self.defaults if self._joins_groups else None, noop)
+            active, together, lists = found.active, found.together, None
         self._follow_written()
         self._prepare_step(active, factor, noop)
+        sharded = self._sharded(every, gradients)
         largest = self._largest_norm()
         if largest:
             factor = clipped(
                 gradients, factor, largest, over=sharded and every, partition=self._partition
             )
         if lists is None:
-            lists = collected(self, together, active, written, copies, makes=True)
+            lists = lists_of(self, found, kept, copies, makes=True)
             assert lists is not None  # what was missing is made
         options = StepOptions(
             factor=factor,
@@ -396,6 +377,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not self._writes_grads:
             write_back(gradients, copied)
         self._note_versions()
+
+    def _sharded(
+        self, every: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Parameters of which ranks hold parts; a column of gradients says that there are none."""
+        return [] if isinstance(gradients, TensorColumn) else [*filter(is_sharded, every)]
 
     def _own_copies(self, gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Copies of gradients that an update must not write into, by position."""
@@ -439,7 +426,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             device = launch.device
             if device not in everywhere:
                 everywhere[device] = options._replace(
-                    factor=on_device(options.factor, device),
+                    factor=_on(options.factor, device),
                     noop=None if noop is None else noop.to(device, non_blocking=True),
                 )
             here = everywhere[device]
@@ -448,7 +435,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             group = together[number][0].group
             if self._state_form == "8bit":
                 here = here._replace(quantized=quantized(self, launch, self._slots_of(group)))
-            if counters is not None:
+            if counters is not None and isinstance(group.get("step"), torch.Tensor):
                 group = counted(together[number], launch, counters)
             yield launch.params, self._update(group, launch, here)
 
@@ -512,7 +499,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             _checks.made_in_capture(self._name, "master_param")
             state = self.state[param]
             master = state["master_param"] = param.detach().clone().float()
-            self._written[param] = param._version, master
+            self._written.append((param, param._version, master))
             return master
         found: torch.Tensor = state.get("master_param", param)
         return found
@@ -523,17 +510,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         The storage's column becomes 0. A master becomes the weight where it would not be rounded to
         it. Right after loading nothing is done: model and optimizer are loaded in any order.
         """
-        follow_written(self)
+        if self._written:
+            follow_written(self)
 
     def _note_versions(self) -> None:
         """Note the weights' versions, to see whether somebody else writes them."""
-        if self._extra_key is not None:
+        if self._mastered or self._storage.column:
             self._written = versions(self)
-
-    @property
-    def _extra_key(self) -> str | None:
-        """The key of what belongs to the weight as it was stored last."""
-        return self._storage.column or ("master_param" if self._mastered else None)
 
     # -- what an algorithm does --------------------------------------------------------------------
 
@@ -559,7 +542,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             launch: What is stepped.
             options: Scaling, skipping and storage.
         """
-        return self._algorithm(launch.columns, self._numbers_of(group, launch.device), options)
+        device = launch.columns[1][0].device
+        return self._algorithm(launch.columns, self._numbers_of(group, device), options)
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device, kind: Any = None) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""
@@ -567,7 +551,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
         for key in ("lr", "weight_decay"):
-            found[key] = scalar(group[key], device)
+            value = group[key]
+            is_tensor = isinstance(value, torch.Tensor)
+            found[key] = scalar(value, device) if is_tensor else float(value)
         numbers = [
             found[name]
             if name in found
@@ -632,3 +618,7 @@ def _read(factor: Scalar, noop: torch.Tensor | None) -> tuple[Scalar, torch.Tens
     if noop is None or _runtime.waits(noop.device):
         return factor, noop, False
     return factor, None, bool(noop.item())
+
+
+def _on(value: Scalar, device: torch.device) -> Scalar:
+    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

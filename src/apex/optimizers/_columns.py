@@ -7,18 +7,21 @@ uniform it carries what is known of it, see :class:`apex.ops.lists.tensor_lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from operator import is_, itemgetter, methodcaller
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, count
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
 
+from apex.ops import _runtime
+from apex.ops.lists.placements import placed
 from apex.ops.lists.quantized import Quantized
+from apex.ops.lists.storage import STORAGES
 from apex.ops.lists.tensor_lists import (
+    OWN_MEMORY,
     TensorColumn,
     TensorList,
-    as_uniform,
     local_parts,
     uniform_numels,
 )
@@ -26,10 +29,67 @@ from apex.optimizers import _checks
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._launches import GroupGrads, Launch, SplitArguments
 
-_MASTERED = methodcaller("__contains__", "master_param")
+_MASTERED, _GRAD = methodcaller("__contains__", "master_param"), attrgetter("grad")
+_PLAIN = OWN_MEMORY | {type(None)}  # a gradient may be missing
 
 Extra = Sequence[torch.Tensor | None] | None
 States = Sequence[dict[str, Any]]
+
+
+def with_grads(
+    group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
+) -> GroupGrads:
+    """The group with the gradients of all its parameters; ``None`` for those that have none."""
+    params = group["params"]
+    found: list[Any]
+    if grads is None:
+        found = [*map(_GRAD, params)]
+    elif len(grads) == len(params) and all(map(is_, grads, params)):
+        found = [*grads.values()]
+    else:
+        found = [grads.get(param, param.grad) for param in params]
+    return GroupGrads(group, params, found)
+
+
+def without_missing(one: GroupGrads) -> GroupGrads:
+    """The group with those of its parameters that have a gradient."""
+    pairs = zip(one.params, one.grads, strict=True)
+    params = [param for param, grad in pairs if grad is not None]
+    return GroupGrads(one.group, params, [grad for grad in one.grads if grad is not None])
+
+
+def joined(
+    active: Iterable[GroupGrads], numbers: Collection[str] | None, noop: torch.Tensor | None
+) -> list[list[GroupGrads]]:
+    """Join groups that have parameters and whose numbers are equal, or are the same tensors.
+
+    Steps on a device need not be equal: kernels read one for each tensor of a list.
+
+    Args:
+        active: The groups.
+        numbers: Keys of what an update reads of a group; ``None`` if it reads more than numbers.
+        noop: Whether the step is skipped, if only a device knows that.
+    """
+    found: dict[Any, list[GroupGrads]] = {}
+    for one in active:
+        group = one.group
+        if not group["params"]:
+            continue
+        key: Any = id(group)
+        if numbers is not None:
+            device, step = group["params"][0].device, group.get("step", 0)
+            if noop is not None or isinstance(step, torch.Tensor):
+                step = None if _runtime.waits(device) else int(step)
+            key = device, step, *map(_hashable, map(group.get, numbers))
+        found.setdefault(key, []).append(one)
+    return [*found.values()]
+
+
+def _hashable(number: Any) -> Any:
+    """A number to compare by; a tensor is equal to itself only."""
+    if type(number).__hash__ is not None:
+        return number
+    return tuple(map(float, number)) if isinstance(number, list) else id(number)
 
 
 def concatenated(lists: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -96,34 +156,103 @@ def parts_of(
         yield Part(slots, params, grads, sizes)
 
 
+class Collected(NamedTuple):
+    """What a step has found.
+
+    Attributes:
+        active: The groups with those of their parameters that have a gradient.
+        every: All parameters.
+        gradients: All gradients; a column where no tensor is a wrapper.
+        together: The groups, joined where their numbers are equal.
+        lists: Arguments of :func:`apex.optimizers._launches.split`, once for all joined groups that
+            have the same slots; ``None`` where state is missing or not all is uniform.
+    """
+
+    active: list[GroupGrads]
+    every: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    together: list[list[GroupGrads]]
+    lists: list[SplitArguments] | None
+
+
 def collected(
     optimizer: Any,
-    together: Sequence[list[GroupGrads]],
-    active: Sequence[GroupGrads],
-    gradients: Sequence[torch.Tensor],
+    kept: Sequence[tuple[str, ...]],
+    noop: torch.Tensor | None,
+    copies: Mapping[torch.Tensor, torch.Tensor] | None,
+    grads: Mapping[torch.Tensor, torch.Tensor] | None,
+) -> Collected:
+    """Find gradients, weights and state of a step; nothing is made.
+
+    Args:
+        optimizer: Whose.
+        kept: The slots of each group.
+        noop: Whether the step is skipped, if only a device knows that.
+        copies: 16-bit weights that get the new values, by parameter.
+        grads: Gradients instead of ``param.grad``, by parameter.
+    """
+    groups = optimizer.param_groups
+    active = [with_grads(group, grads) for group in groups]
+    every = concatenated([group["params"] for group in groups])
+    gradients: Sequence[torch.Tensor] = concatenated([one.grads for one in active])
+    types = {*map(type, chain(every, gradients))}
+    if type(None) in types:
+        active = [*map(without_missing, active)]
+        gradients = concatenated([one.grads for one in active])
+    if types <= _PLAIN:
+        gradients = TensorColumn(gradients)
+    else:
+        name = optimizer._name
+        active = [one._replace(grads=[*placed(name, one.params, one.grads)]) for one in active]
+        gradients = concatenated([one.grads for one in active])
+    together = joined(active, optimizer.defaults if optimizer._joins_groups else None, noop)
+    found = Collected(active, every, gradients, together, None)
+    return found._replace(lists=lists_of(optimizer, found, kept, copies, makes=False))
+
+
+def with_own(
+    found: Collected,
+    copies: Mapping[int, torch.Tensor],
+    numbers: Collection[str] | None,
+    noop: torch.Tensor | None,
+) -> Collected:
+    """The same with copies of some gradients, by the number of a gradient among those of all.
+
+    Args:
+        found: What was found.
+        copies: Of gradients that are not to be written into.
+        numbers: As for :func:`joined`.
+        noop: The same.
+    """
+    places = count()
+    active = [
+        one._replace(grads=[copies.get(next(places), grad) for grad in one.grads])
+        for one in found.active
+    ]
+    gradients: Sequence[torch.Tensor] = concatenated([one.grads for one in active])
+    if isinstance(found.gradients, TensorColumn):
+        gradients = TensorColumn(gradients)
+    return Collected(active, found.every, gradients, joined(active, numbers, noop), None)
+
+
+def lists_of(
+    optimizer: Any,
+    found: Collected,
+    kept: Sequence[tuple[str, ...]],
     copies: Mapping[torch.Tensor, torch.Tensor] | None,
     *,
     makes: bool,
 ) -> list[SplitArguments] | None:
-    """Arguments of :func:`split`, once for all joined groups that have the same slots.
-
-    Args:
-        optimizer: Whose.
-        together: The joined groups.
-        active: The same groups, not joined.
-        gradients: Of all of them; a column where no tensor is a wrapper.
-        copies: 16-bit weights that get the new values, by parameter.
-        makes: Whether state that is missing is made. Else ``None`` is returned where some is
-            missing or not all is uniform.
-    """
-    found: list[SplitArguments] = []
-    kept = [optimizer._slots_of(groups[0].group) for groups in together]
-    for part in parts_of(together, kept, active, gradients):
+    """The ``lists`` of a :class:`Collected`; with ``makes`` state that is missing is made."""
+    lists: list[SplitArguments] = []
+    slots = {id(group): its for group, its in zip(optimizer.param_groups, kept, strict=True)}
+    of_lists = [slots[id(groups[0].group)] for groups in found.together]
+    for part in parts_of(found.together, of_lists, found.active, found.gradients):
         columns = _columns(optimizer, part, copies, makes=makes)
         if columns is None or not (makes or columns[2]):
             return None
-        found.append((part.params, *columns, part.sizes))
-    return found
+        lists.append((part.params, *columns, part.sizes))
+    return lists
 
 
 def _columns(
@@ -159,11 +288,11 @@ def _columns(
         columns = [*map(local_parts, columns)]
     numels = _uniform_numels(optimizer, here, columns, extra, kept)
     if numels is not None:
-        columns = [
-            as_uniform(column, None if slot in optimizer.slot_shapes else numels)
-            for column, slot in zip(columns, ("", "", *kept), strict=True)
-        ]
-        extra = extra and as_uniform(extra, numels)
+        known = [x if isinstance(x, TensorColumn) else TensorColumn(x) for x in columns]
+        for column, slot in zip(known, ("", "", *kept), strict=True):
+            column.is_uniform = True
+            column.known_numels = None if slot in optimizer.slot_shapes else numels
+        columns = [*known]
     elif makes:
         _checks.places(optimizer, here, columns, extra, kept)
     if optimizer._state_form == "8bit":
@@ -178,7 +307,7 @@ def _states(
 
     A master and the storage's column are in these states, too, where parameters get them.
     """
-    more = optimizer._extra_key
+    more = extra_key(optimizer)
     states = states_of(optimizer.state, params)
     if states is not None and more and not all(map(methodcaller("__contains__", more), states)):
         states = None
@@ -216,7 +345,7 @@ def _extras(
     mastered: bool,
 ) -> Sequence[torch.Tensor | None] | None:
     """What is stored in addition to each weight; ``None`` if nothing is, for all of them."""
-    name = optimizer._storage.column
+    name = STORAGES[optimizer.storage].column
     if name is not None:
         return local_parts([state[name] for state in states])
     if not mastered and not copies:
@@ -266,20 +395,29 @@ def quantized(optimizer: Any, launch: Launch, slots: Sequence[str]) -> tuple[Qua
 # -- weights that somebody else has written --------------------------------------------------------
 
 
-def versions(optimizer: Any) -> dict[torch.Tensor, tuple[int, torch.Tensor]]:
-    """By parameter, its version now, and what is stored beside it."""
-    name = optimizer._extra_key
-    return {
-        param: (param._version, state[name])
+def extra_key(optimizer: Any) -> str | None:
+    """The key of what belongs to a weight as it was stored last."""
+    column = STORAGES[optimizer.storage].column
+    return column or ("master_param" if optimizer._mastered else None)
+
+
+Written = list[tuple[torch.Tensor, int, torch.Tensor]]
+
+
+def versions(optimizer: Any) -> Written:
+    """Of each parameter its version now, and what is stored beside it."""
+    name = extra_key(optimizer)
+    return [
+        (param, param._version, state[name])
         for param, state in optimizer.state.items()
         if isinstance(param, torch.Tensor) and name in state
-    }
+    ]
 
 
 def follow_written(optimizer: Any) -> None:
     """Let what belongs to a weight follow if somebody else has written it since our last step."""
-    name = optimizer._extra_key
-    for param, (version, column) in optimizer._written.items():
+    name, written = extra_key(optimizer), optimizer._written
+    for number, (param, version, column) in enumerate(written):
         if param._version == version or optimizer.state.get(param, {}).get(name) is not column:
             continue
         _checks.written_in_capture(optimizer._name, name)
@@ -288,4 +426,4 @@ def follow_written(optimizer: Any) -> None:
         elif column.shape == param.shape:
             weight = param.detach()
             column.copy_(torch.where(column.to(weight.dtype) == weight, column, weight))
-        optimizer._written[param] = param._version, column
+        written[number] = param, param._version, column

@@ -12,9 +12,9 @@ are edited.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count, groupby
-from operator import attrgetter, is_
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from apex.ops import _runtime
 from apex.ops.lists.tensor_lists import Scalar, of_one_kind, piece
 from apex.ops.updates.adam import DeviceSteps
 
-_DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
+_DTYPE, _DEVICE = map(attrgetter, ("dtype", "device"))
 
 # Of `split`.
 SplitArguments = tuple[
@@ -43,73 +43,6 @@ class GroupGrads(NamedTuple):
     group: dict[str, Any]
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-
-
-def with_grads(
-    group: dict[str, Any], grads: Mapping[torch.Tensor, torch.Tensor] | None
-) -> GroupGrads:
-    """The group with the gradients of all its parameters; ``None`` for those that have none."""
-    params = group["params"]
-    found: list[Any]
-    if grads is None:
-        found = [*map(_GRAD, params)]
-    elif len(grads) == len(params) and all(map(is_, grads, params)):
-        found = [*grads.values()]
-    else:
-        found = [grads.get(param, param.grad) for param in params]
-    return GroupGrads(group, params, found)
-
-
-def without_missing(one: GroupGrads) -> GroupGrads:
-    """The group with those of its parameters that have a gradient."""
-    pairs = zip(one.params, one.grads, strict=True)
-    params = [param for param, grad in pairs if grad is not None]
-    return GroupGrads(one.group, params, [grad for grad in one.grads if grad is not None])
-
-
-def with_copies(
-    active: Iterable[GroupGrads], copies: Mapping[int, torch.Tensor]
-) -> list[GroupGrads]:
-    """The groups with copies of some gradients, by the number of a gradient among those of all."""
-    numbers = count()
-    return [
-        one._replace(grads=[copies.get(next(numbers), grad) for grad in one.grads])
-        for one in active
-    ]
-
-
-def joined(
-    active: Iterable[GroupGrads], numbers: Collection[str] | None, noop: torch.Tensor | None
-) -> list[list[GroupGrads]]:
-    """Join groups that have parameters and whose numbers are equal, or are the same tensors.
-
-    Steps on a device need not be equal: kernels read one for each tensor of a list.
-
-    Args:
-        active: The groups.
-        numbers: Keys of what an update reads of a group; ``None`` if it reads more than numbers.
-        noop: Whether the step is skipped, if only a device knows that.
-    """
-    found: dict[Any, list[GroupGrads]] = {}
-    for one in active:
-        group = one.group
-        if not group["params"]:
-            continue
-        key: Any = id(group)
-        if numbers is not None:
-            device, step = group["params"][0].device, group.get("step", 0)
-            if noop is not None or isinstance(step, torch.Tensor):
-                step = None if _runtime.waits(device) else int(step)
-            key = device, step, *map(_hashable, map(group.get, numbers))
-        found.setdefault(key, []).append(one)
-    return [*found.values()]
-
-
-def _hashable(number: Any) -> Any:
-    """A number to compare by; a tensor is equal to itself only."""
-    if type(number).__hash__ is not None:
-        return number
-    return tuple(map(float, number)) if isinstance(number, list) else id(number)
 
 
 def count_steps(
@@ -237,6 +170,10 @@ def split(
     if is_uniform or (extra is None and of_one_kind(columns)):
         start = 0
         for number, size in enumerate(sizes):
+            if size == len(params):
+                whole: Any = params, columns, extra
+                yield number, Launch(*whole)
+                return
             first, start = start, start + size
             if size:
                 some: Any = None if extra is None else piece(extra, first, start)
@@ -258,10 +195,6 @@ def split(
         listed, *picked = [[column[n] for n in chosen] for column in (params, *columns)]
         some = [] if extra is None else [x for n in chosen if (x := extra[n]) is not None]
         yield owners[chosen[0]], Launch(listed, picked, some or None)
-
-
-def on_device(value: Scalar, device: torch.device) -> Scalar:
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
 def scalar(value: Any, device: torch.device) -> Scalar:

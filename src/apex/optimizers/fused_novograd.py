@@ -172,7 +172,9 @@ class FusedNovoGrad(FusedOptimizer):
     def _seen(self) -> list[Any]:
         """What groups have under "exp_avg_sq", and the norms of all states."""
         shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
-        return [*shown, *chain(*shown), *[state.get("norm") for state in self.state.values()]]
+        states = self.state.values()
+        norms = [state.get("norm") for state in states if isinstance(state, dict)]
+        return [*shown, *chain(*shown), *norms]
 
     def _show_norms(self) -> None:
         """Have the groups show the norms, where the original has them."""

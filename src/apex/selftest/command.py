@@ -106,8 +106,15 @@ def run(args: argparse.Namespace) -> int:
         with suppress(KeyboardInterrupt):
             record.save()
             show(record, time.monotonic() - began, gpu=device.type == "cuda")
-            print(f"In {args.json}; it has all that a report of a problem needs.")
-    right = record.complete and all(one.status == "right" for one in record.in_order())
+            if record.fault:
+                print(f"NOT in {args.json}: it cannot be written ({record.fault}).")
+            else:
+                print(f"In {args.json}; it has all that a report of a problem needs.")
+    right = (
+        record.complete
+        and not record.fault
+        and all(one.status == "right" for one in record.in_order())
+    )
     return INTERRUPTED if interrupted else OK if right else FAILED
 
 

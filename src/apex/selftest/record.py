@@ -26,13 +26,14 @@ class Record:
         content: What the file has beside them.
         results: By the number of the check.
         running: When each began that runs now, by its number.
+        fault: Why the file could not be written the last time; empty if it was.
     """
 
     def __init__(self, planned: Sequence[Planned], content: dict[str, Any], file: Path) -> None:
         self.planned, self.content, self._file = planned, content, file
         self.results: dict[int, Result] = {}
         self.running: dict[int, float] = {}
-        self._saved = float("-inf")
+        self._saved, self.fault = float("-inf"), ""
 
     def begin(self, number: int) -> None:
         """Note that a check begins."""
@@ -55,6 +56,7 @@ class Record:
     def save(self, *, after: float = 0.0) -> None:
         """Write the file, unless it was written in the last ``after`` seconds.
 
+        A full disk does not end the run: it is said once, and the results can still be shown.
         ``next`` are the checks that run while a file is the newest: what a crash leaves.
         """
         if time.monotonic() - self._saved < after:
@@ -63,7 +65,14 @@ class Record:
         self.content["next"] = "; ".join(running) or None
         self.content["complete"] = self.complete
         checks = [one.as_json() for one in self.in_order()]
-        save({**self.content, "checks": checks}, self._file)
+        before, self.fault = self.fault, ""
+        try:
+            save({**self.content, "checks": checks}, self._file)
+        except OSError as error:
+            self.fault = error.strerror or str(error)
+            if not before:
+                clear()
+                print(f"{self._file}: cannot be written ({self.fault})", file=sys.stderr)
         self._saved = time.monotonic()
 
     def _running(self) -> list[Planned]:

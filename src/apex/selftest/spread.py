@@ -10,11 +10,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
@@ -126,11 +128,12 @@ class _Worker:
     ) -> None:
         self._plan, self._threads, self._left = plan, threads, deque(left)
         self.number: int | None = None
-        self.until, self._given = 0.0, 0.0
+        self.until, self._given, self._allowed = 0.0, 0.0, START
         context = multiprocessing.get_context("spawn")  # a fork has no CUDA, and locked locks
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, plan, threads), daemon=True)
-        self._process.start()
+        with _without_main():
+            self._process.start()
         theirs.close()
 
     def give(self, waiting: deque[list[int]], begin: Begin) -> None:
@@ -139,7 +142,7 @@ class _Worker:
             return
         self._left = self._left or deque(waiting.popleft())
         self.number, self._given = self._left.popleft(), time.monotonic()
-        self.until = self._given + START
+        self._allowed, self.until = START, self._given + START
         begin(self.number)
         with suppress(OSError):  # it has died meanwhile, which `answer` notices
             self.pipe.send(self.number)
@@ -152,11 +155,11 @@ class _Worker:
             if self.pipe.poll():
                 came = self.pipe.recv()
                 if came is None:
-                    self.until = time.monotonic() + limit
+                    self._allowed, self.until = limit, time.monotonic() + limit
                     return None
                 self.number = None
                 return _Answer(number, *came)
-            error = f"not finished in {limit:.0f} s: its process was ended"
+            error = f"not finished in {self._allowed:.0f} s: its process was ended"
         except (EOFError, OSError):
             self._process.join()
             error = how_it_ended(self._process.exitcode)
@@ -174,6 +177,21 @@ class _Worker:
         self._process.kill()
         self._process.join()
         self.pipe.close()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Let a process start without importing the program's main module.
+
+    No check is in it, and it cannot be imported where it is a REPL or standard input, or where it
+    calls this without asking for its ``__name__``.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _serve(pipe: Connection, plan: Callable[[], list[Planned]], threads: int) -> None:

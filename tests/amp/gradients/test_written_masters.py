@@ -174,8 +174,7 @@ def test_an_entry_is_a_copy_where_a_write_was_not_seen(level):
 def test_a_lookup_of_state_by_a_weight_breaks_no_checkpoint(level):
     model, optimizer = start(level, functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5))
     step(model, optimizer)
-    found = optimizer.state[model.weight]  # empty where the state is the master's
-    assert bool(found) == (level == "O0")
+    assert [*optimizer.state[model.weight]] == ["momentum_buffer"]  # of its master, if it has one
     saved = optimizer.state_dict()
     assert [sorted(state) for state in saved["state"].values()] == [["momentum_buffer"]]
     optimizer.load_state_dict(saved)

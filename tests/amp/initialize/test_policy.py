@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -147,6 +148,7 @@ REFUSED = {
     "the model itself": ({"": "float32"}, "names ''.*without the model itself"),
     "a part of an attention": ({"attention.out_proj": "float32"}, "never called.*'attention'"),
     "a tied weight": ({"head": "float32"}, "names 'head', which shares.*'embedding.weight'"),
+    "a list": ({"attention": ["float32"]}, r"has \['float32'\] for 'attention'"),
     "another type": ({"attention": "float8"}, "has 'float8' for 'attention'.*'float32' and"),
 }
 
@@ -234,3 +236,28 @@ def test_what_is_passed_over_is_said(caplog):
     with caplog.at_level("INFO", "apex.amp"):
         made("O1", Net(), given, verbosity=1)
     assert "b=float32 (passed over, since the level computes in float16: e4m3)" in caplog.text
+
+
+def test_a_scripted_module_is_refused_before_anything_is_changed():
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+        model.b = torch.jit.script(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="names 'b', a TorchScript module, which takes no hooks"):
+        made("O2", model, policy(torch.float16, b="float32"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["b", "b_0"])
+@pytest.mark.parametrize("outer_first", [True, False])
+@pytest.mark.parametrize("is_outers", [True, False])
+def test_a_module_of_two_models_cannot_be_named(name, outer_first, is_outers):
+    """Named by the outer model it was cast by the inner one's preparation, and the other way."""
+    outer = Net()
+    given = policy(torch.float16, **{name if is_outers else "0": "float32"})
+    pairs = [(outer, given if is_outers else None), (outer.b, None if is_outers else given)]
+    models, policies = zip(*(pairs if outer_first else pairs[::-1]), strict=True)
+    match = "'(b|b.0|0)' of the (Net|Sequential), and it is, or has, a part of the"
+    with pytest.raises(ValueError, match=match):
+        amp.initialize([*models], opt_level="O2", policy=[*policies], verbosity=0)
+    assert {p.dtype for p in outer.parameters()} == {torch.float32}

@@ -264,6 +264,22 @@ def joined(rank, level):
     return _end(optimizer)
 
 
+def masters_by_hand(rank, data):
+    """Ranks that step by gradients of their own, and go on from rank 0's masters after each step.
+
+    Returns what each forward after that has computed, and the end.
+    """
+    model, optimizer = _start("O2")
+    outputs = []
+    for step in range(3):
+        _train(model, optimizer, rank, 1)
+        for param in amp.master_params(optimizer):
+            dist.broadcast(param.data if data else param.detach(), 0)
+        with torch.no_grad():
+            outputs.append(model(_inputs(0, step)))
+    return outputs, _end(optimizer)
+
+
 def with_the_handle_of_2018(rank, reduce):
     """Two losses a step; on rank 1 the second one of step 1 overflows.
 

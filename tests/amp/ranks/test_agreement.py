@@ -218,6 +218,22 @@ def test_the_recipe_for_fsdp2(pair, tmp_path):
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
+@pytest.mark.slow
+def test_the_recipe_for_reinforcement_learning(pair):
+    """float32 shards, float16 products, ratios of exactly 1 before a step, and that it learns."""
+    answers = pair.run(functools.partial(scaler_programs.reinforced, page=PAGE))
+    for rewards, ratios, seen, stored, weights, numbers in answers:
+        assert (seen, stored) == ({torch.float16}, {torch.float32})
+        assert bool((ratios == 1).all())
+        assert rewards[0] < 0.4
+        assert min(rewards[-5:]) > 0.8
+        stepped, taken, skipped, scale = numbers
+        assert (stepped, taken + skipped) == (True, 80)
+        assert same(weights, answers[0][4])
+        assert scale == 2.0 ** (16 - skipped)
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.slow

@@ -253,6 +253,13 @@ def test_handles_of_2018_keep_ranks_equal(pair, reduce):
     assert answers[0][1][0][0].isfinite().all()
 
 
+@pytest.mark.parametrize("data", [False, True])
+def test_masters_that_a_program_broadcasts(pair, data):
+    """The forward that follows computes with them."""
+    first, second = pair.run(functools.partial(programs.masters_by_hand, data=data))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def test_uneven_inputs(pair):
     answers = pair.run(functools.partial(programs.joined, level="O1"))
     assert all(map(_same, answers[0][0], answers[1][0]))

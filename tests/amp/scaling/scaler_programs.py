@@ -407,3 +407,18 @@ def recipe_alone(page, folder, half):
     restored = state(*parts)
     names["train"](*parts, batches(range(6, 10)))
     return restored, state(*parts)
+
+
+def reinforced(rank, page):
+    """Rewards and first ratios of the recipe, the dtypes seen, and the outcome."""
+    names = recipes(page, "Reinforcement learning in float16")
+    size = dist.get_world_size()
+    model, optimizer, scaler = names["policy"](init_device_mesh("cpu", (size,)))
+    seen = set()
+    model[2].register_forward_hook(lambda layer, x, y: seen.add(y.dtype))
+    rewards, ratios = names["train"](
+        model, optimizer, scaler, torch.Generator().manual_seed(rank), rollouts=40
+    )
+    stored = {p.dtype for p in model.parameters()}
+    weights = [whole(p) for p in model.parameters()]
+    return rewards, ratios, seen, stored, weights, scaler.outcome(optimizer).numbers()

@@ -372,3 +372,65 @@ REFUSED = {
 def test_what_it_refuses(given, options, error, match):
     with pytest.raises(error, match=match):
         what_if(*given, **options)
+
+
+def test_batches_that_the_loss_writes_are_what_they_were_in_each_pass():
+    """The first batch has the largest inputs, so that the last asks for another loss scale."""
+    seen = []
+
+    def in_place(model, batch):
+        seen.append(float(batch.abs().amax()))
+        return model(batch.div_(255.0)).square().mean()
+
+    def apart(model, batch):
+        return model(batch / 255.0).square().mean()
+
+    torch.manual_seed(0)
+    listed = [torch.full((4, 8), 2.0**n) for n in range(8)]
+    before = [one.clone() for one in listed]
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    found = what_if(model, in_place, listed, formats=["float16"])
+    assert found.ranges.gradient == what_if(model, apart, before).ranges.gradient
+    assert len(seen) > 8
+    assert {*seen} == {2.0**n for n in range(8)}
+    assert all(map(torch.equal, listed, before))
+
+
+class Own(nn.Module):
+    """A product of its own."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.weight, self.product = nn.Parameter(torch.eye(8) * 1e4), product
+
+    def forward(self, x):
+        return self.product(x, self.weight)
+
+
+@pytest.mark.parametrize("product", [torch.linalg.matmul, lambda x, w: w.__rmatmul__(x)])
+def test_products_by_their_other_names_are_judged(product):
+    listed = [torch.full((4, 8), 100.0) for _ in range(8)]
+    result = what_if(Own(product), lambda m, x: m(x).mean(), listed, formats=["float16"])
+    assert [layer.kind for layer in result.states("float16", "not safe")] == ["Own"]
+
+
+def test_the_answer_says_what_was_not_seen():
+    torch.manual_seed(0)
+    listed = [torch.randn(4, 8) for _ in range(8)]
+    model = Own(lambda x, w: (x[:, :, None] * w).sum(1))
+    answer = what_if(model, lambda m, x: m(x).mean(), listed).answer
+    assert answer.startswith("bfloat16 is safe where products were seen.")
+    assert "every layer that was seen is safe then." in answer
+    assert answer.endswith(" Not seen: `Own`.")
+
+
+def test_an_optimizer_with_frozen_weights_is_made_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    listed = [torch.randn(4, 8) for _ in range(8)]
+    result = what_if(model, lambda m, x: m(x).square().mean(), listed, optimizer=optimizer)
+    assert result.optimizer == "SGD"

@@ -53,6 +53,7 @@ def read(
         {} if one is None else _of_model(formats, model, properties)
         for one, formats, model in zip(listed, sections, models, strict=True)
     ]
+    _refuse_parts_of_others(kept, models)
     if verbose:
         _log(kept, {name for formats in sections for name in formats}, properties)
     return kept
@@ -104,10 +105,15 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
                 f"amp.initialize: the policy names {name!r}, which is never called: its parent "
                 f"reads its weights. Name {parent!r}."
             )
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ValueError(
                 f"amp.initialize: the policy has {value!r} for {name!r} under {own}; allowed are "
                 f"'float32' and '{own}'."
+            )
+        if isinstance(known[name], torch.jit.ScriptModule):
+            raise ValueError(
+                f"amp.initialize: the policy names {name!r}, a TorchScript module, which takes no "
+                "hooks. Name a module around it, or pass the module before torch.jit.script."
             )
         shared = policies.shared_weight(model, known[name])
         if shared is not None:
@@ -140,6 +146,21 @@ def _refuse_two_types(model: torch.nn.Module, kept: Kept) -> None:
                 f"amp.initialize: the policy says different things of '{other}' and '{name}', "
                 "which are the same module. Name both, or neither."
             )
+
+
+def _refuse_parts_of_others(kept: Sequence[Kept], models: Sequence[torch.nn.Module]) -> None:
+    """Raise if a named module is in two of the models: each would cast its weights its own way."""
+    for model, own in zip(models, kept, strict=True):
+        others = [other for other in models if other is not model]
+        elsewhere = {id(one): other for other in others for one in other.modules()}
+        for name, module in policies.named_modules(model):
+            found = [elsewhere[id(one)] for one in module.modules() if id(one) in elsewhere]
+            if name in own and found:
+                raise ValueError(
+                    f"amp.initialize: the policy names {name!r} of the {type(model).__name__}, and "
+                    f"it is, or has, a part of the {type(found[0]).__name__}, another of the "
+                    "models. Pass only the model that has the others in it, with its policy."
+                )
 
 
 class Calls:

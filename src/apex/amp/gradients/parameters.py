@@ -221,8 +221,10 @@ class Pairs:
 
     def is_written(self) -> bool:
         """Whether a weight or a master was written or moved since amp has last recorded them."""
-        recorded = [master.recorded[:4] for master in self.masters]
-        return self._by_pair(self._now()) != recorded
+        now = self._now()
+        if now == self._seen:
+            return False
+        return self._by_pair(now) != [master.recorded[:4] for master in self.masters]
 
     def are_equal(self) -> bool:
         """Whether every weight is its rounded master."""
@@ -510,8 +512,9 @@ class Parameters(Pairs):
         if master is None or not master.is_stepped:
             master = table.add(weight, weight.float() if value is None else value.clone())
         tensor = master.tensor
-        if optimizer is not None and optimizer.state.get(weight):  # a lookup leaves {}
-            state = optimizer.state[tensor] = optimizer.state.pop(weight)
+        entry = None if optimizer is None else optimizer.state.get(weight)  # a lookup leaves {}
+        if entry and entry is not optimizer.state.get(tensor):  # type: ignore[union-attr]
+            state = optimizer.state[tensor] = optimizer.state.pop(weight)  # type: ignore[union-attr]
             kept = state.pop("master_param", None) if isinstance(state, dict) else None
             if kept is not None:  # the optimizer kept masters itself: one is enough
                 weight.copy_(tensor.copy_(kept))
@@ -523,8 +526,9 @@ class Parameters(Pairs):
         """Drop what ``optimizer.state[weight]`` left for a weight whose state is its master's."""
         optimizer = self._optimizer()
         state = {} if optimizer is None else optimizer.state
+        keys = state.keys()  # a state where weights stand for masters has none of these
         for weight in self.weights:
-            if weight in state and not state[weight]:
+            if weight in keys and not state[weight]:
                 del state[weight]
 
     def for_stepped(self, stash: _Values) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -543,8 +547,8 @@ class Parameters(Pairs):
         """Inside this context, the model's weights in groups and state."""
         self.sync()
         stepped, targets = self.stepped, self.targets
-        self._swap(dict(zip(map(id, stepped), targets, strict=True)))
         self.is_swapped = True
+        self._swap(dict(zip(map(id, stepped), targets, strict=True)))
         try:
             yield
         finally:

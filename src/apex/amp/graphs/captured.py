@@ -17,8 +17,6 @@ since amp writes them in place.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -26,6 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from apex._program import stacklevel
 from apex.amp.graphs import device as devices
 from apex.amp.graphs.arguments import Unfollowed, each, key_of, replaced, surroundings
 from apex.amp.graphs.followed import Followed
@@ -41,7 +40,6 @@ _Results = TypeVar("_Results")
 WARM_UP = 3
 # So many changes in a row, each soon after the last one, are those of a number that always changes.
 MOST_CAPTURES, FEW_CALLS = 8, 16
-_HERE = os.path.dirname(os.path.abspath(__file__))
 _active: list[Any] = []  # steps whose calls are under way
 
 
@@ -196,7 +194,7 @@ class CapturedStep(Generic[_Results]):
         warnings.warn(
             f"amp.capture: {self._name} cannot be captured, so its steps go on without a CUDA "
             f"graph: {reason} (docs/graphs.md).",
-            stacklevel=_frames_of_this_package(),
+            stacklevel=stacklevel(),
         )
 
     # -- steps without the graph -------------------------------------------------------------------
@@ -328,14 +326,6 @@ class Stepped:
     def all_disabled(self) -> bool:
         """Whether all went through ``initialize`` with ``enabled=False``."""
         return all(is_disabled(one) and state_of(one) is None for one in self.optimizers)
-
-
-def _frames_of_this_package() -> int:
-    """The number of frames from the caller to the program, as ``warnings.warn`` counts them."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame, count = frame.f_back, count + 1
-    return count
 
 
 def _device_graph() -> Any:

@@ -6,6 +6,8 @@ CUDA's rules, each where it is kept:
   a parameter was first used on.
 * ``capture_error_mode="thread_local"``: what threads of a loader do to the GPU ends no capture.
 * A graph has a private pool of memory, which lives as long as the graph.
+* Kernels are chosen alike in warm-up, graph and later calls without it: by the GPU's time, since a
+  replay has no host's.
 * Random generators are registered, so that each replay draws other numbers. torch registers the
   default one.
 """
@@ -17,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from apex.ops import prefer
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -37,7 +41,7 @@ class DeviceGraph:
         """Run what is in the block on the stream, after what was sent and before what will be."""
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), prefer("gpu"):
             yield
         here.wait_stream(self._stream)
 
@@ -49,7 +53,7 @@ class DeviceGraph:
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
         mode: Any = {"capture_error_mode": "thread_local", "stream": self._stream}
-        with torch.cuda.graph(graph, **mode):
+        with torch.cuda.graph(graph, **mode), prefer("gpu"):
             found = work()
         here.wait_stream(self._stream)
         self._graph = graph

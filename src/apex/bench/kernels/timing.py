@@ -18,6 +18,10 @@ from apex.info.clocks import launches, take_turns
 
 __all__ = ["Timing", "how_measured", "measure"]
 
+WALL = (
+    "what a call is waited for in a program that makes one after the other, at least: the larger "
+    "of ms and host ms; a ratio of GPU times says nothing of speed where the host takes longer"
+)
 WARM_UP = 3  # calls; the first makes an optimizer's state, and compiles kernels
 
 
@@ -41,12 +45,35 @@ class Timing:
     bytes_per_element: float | None = None
     peak_mib: float | None = None
     host_ms: float | None = None
+    our_wall_ms: float | None = None
     launches: int | None = None
     problem: str | None = None
 
     p20_ms = property(lambda row: percentile(row.times, 20))
     p50_ms = property(lambda row: percentile(row.times, 50))
     p80_ms = property(lambda row: percentile(row.times, 80))
+
+    @property
+    def wall_ms(self) -> float | None:
+        """What somebody waits for a call, where that is not `p50_ms`: on a GPU.
+
+        Calls that follow each other take at least the time of the GPU, and of the host.
+        """
+        return None if self.host_ms is None else max(self.p50_ms or 0.0, self.host_ms)
+
+    @property
+    def wall_ratio(self) -> float | None:
+        """Our `wall_ms` divided by this provider's; on a CPU it is `ratio`."""
+        if self.wall_ms is None or self.our_wall_ms is None:
+            return None
+        return self.our_wall_ms / self.wall_ms
+
+    @property
+    def faster(self) -> float | None:
+        """How many times faster this provider is than ours by the clock, if it is."""
+        if self.host_ms is not None:
+            return self.wall_ratio if self.wall_ratio and self.wall_ratio > 1 else None
+        return self.ratio if self.bounds and self.bounds.low > 1 else None
 
     @property
     def ratio(self) -> float | None:
@@ -83,6 +110,7 @@ def how_measured(device: torch.device) -> dict[str, str]:
             if cuda
             else ""
         ),
+        **({"wall ms": WALL} if cuda else {}),
         "GB/s": "from the bytes that have to be moved, which are declared for each provider: an "
         "optimizer with 16-bit state has fewer",
         "peak MiB": f"of one call, beyond its inputs; from {source(device)}",
@@ -120,6 +148,11 @@ def measure(
     first = op.providers[0].name
     cuda = device.type == "cuda"
 
+    host = {who: percentile([one.host_ms for one in taken[who]], 50) for who in calls if cuda}
+    our_wall = (
+        max(percentile(times[first], 50) or 0.0, host[first] or 0.0) if first in host else None
+    )
+
     def row(provider: Provider) -> Timing:
         who, call = provider.name, calls.get(provider.name)
         moved = provider.bytes_per_element if call else None
@@ -136,7 +169,8 @@ def measure(
             our_times=() if who == first else times.get(first, ()),
             bytes_per_element=moved(DTYPES[dtype]) if moved else None,
             peak_mib=None if peak is None else peak / 2**20,
-            host_ms=percentile([one.host_ms for one in taken[who]], 50) if call and cuda else None,
+            host_ms=host.get(who),
+            our_wall_ms=None if who == first else our_wall,
             launches=launches(call) if call and cuda else None,
             problem=problems.get(who),
         )

@@ -221,6 +221,8 @@ def show(report: Timings, file: Path) -> None:
         if left_out:
             names = f"{', '.join(left_out)} ({file.stem}.csv has all)"
             to.print(f"Columns left out, too wide: {names}.", style="dim", markup=False)
+    to.print()
+    to.print(_faster(report), markup=False)
     for where, text in (*_problems(report), *report.notes.items()):
         to.print(f"{where}: {text.rstrip('.')}.", markup=False, style="dim")
     write_csv(COLUMNS, report.rows, file.with_suffix(".csv"))
@@ -248,6 +250,16 @@ def _marks(report: Timings) -> list[str]:
     if unsteady:
         found.append(f"BUSY MACHINE: {len(unsteady)} of {len(timed)} times vary a lot")
     return found
+
+
+def _faster(report: Timings) -> str:
+    """List what is faster than ours by the clock, in the order of the rows."""
+    each = [
+        f"{row.op}, {row.shapes}, {row.dtype}: {row.provider} {row.faster:.2f} times"
+        for row in report.rows
+        if row.faster
+    ]
+    return f"Faster than ours: {'; '.join(each) or 'nothing'}."
 
 
 def _problems(report: Timings) -> list[tuple[str, str]]:
@@ -301,7 +313,9 @@ COLUMNS: tuple[Column[Timing], ...] = (
     _column("B per\nelement", "bytes_per_element", lambda value: number(value, "g"), 6),
     _column("GB/s", "gb_s", three, 5),
     _column("peak\nMiB", "peak_mib", three, 3),  # of a call, beyond its inputs: modes "both"
-    _column("host\nms", "host_ms", three, 7),  # until the call returns, on a GPU
+    _column("host\nms", "host_ms", three),  # until the call returns, on a GPU
+    _column("wall\nms", "wall_ms", three),
+    _column("our wall\n/ its", "wall_ratio", lambda value: number(value, ".2f", "×")),
     _column("launches", "launches", lambda value: number(value, "d"), 6),
     Column(
         "problem", lambda row: (row.problem or "").partition(":")[0],

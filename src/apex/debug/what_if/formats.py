@@ -81,10 +81,12 @@ _round: Any = _Rounded.apply  # torch has no types for it
 
 _ATTENTION = "scaled_dot_product_attention"
 _PRODUCTS = {
-    *("addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul", "conv1d", "conv2d"),
-    *("conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "dot"),
-    *("einsum", "embedding", "embedding_bag", "gru", "gru_cell", "inner", "linalg_multi_dot"),
-    *("linear", "lstm", "lstm_cell", "matmul", "mm", "multi_head_attention_forward", "mv"),
+    *("__rmatmul__", "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul"),
+    *("conv1d", "conv2d", "conv3d", "conv_tbc"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "dot"),
+    *("einsum", "embedding", "embedding_bag", "gru", "gru_cell", "inner"),
+    *("linalg_matmul", "linalg_multi_dot", "linear", "lstm", "lstm_cell", "matmul", "mm"),
+    *("multi_head_attention_forward", "mv"),
     *("rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "tensordot", "vdot", _ATTENTION),
 }
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from apex.debug.calls import random_states, set_random_states
+from apex.debug.calls import random_states, set_random_states, version_of
+from apex.debug.tensors import tensors_of
 from apex.debug.what_if.formats import Format
 from apex.debug.what_if.tracing import ProductCall, ProductTrace, Results, largest
 
@@ -157,9 +159,14 @@ class Study:
     def passed(self, number: int, context: Any = None) -> tuple[ProductTrace, Gradients]:
         """One pass over a batch, noted or in a context; and the gradients of the parameters."""
         set_random_states(self.random)
-        trace = ProductTrace()
-        with trace.of(self.model) if context is None else context:
-            loss: Any = self.loss(self.model, self.batches[number])
+        trace, batch = ProductTrace(), self.batches[number]
+        with _given_back(batch):
+            with trace.of(self.model) if context is None else context:
+                loss: Any = self.loss(self.model, batch)
+            return trace, self._differentiated(trace, loss)
+
+    def _differentiated(self, trace: ProductTrace, loss: Any) -> Gradients:
+        """The gradients of the parameters, of a loss that is checked and noted."""
         shape = tuple(getattr(loss, "shape", (0,)))
         if math.prod(shape) != 1 or not loss.requires_grad:
             raise TypeError(
@@ -168,7 +175,7 @@ class Study:
             )
         trace.loss = float(loss.detach())
         found = torch.autograd.grad(loss.reshape(()), self.parameters, allow_unused=True)
-        return trace, [None if one is None else one.to_dense() for one in found]
+        return [None if one is None else one.to_dense() for one in found]
 
     def _judged(self, forms: Sequence[Format]) -> list[tuple[str, dict[int, Score]]]:
         found: dict[str, dict[int, Score]] = {form.name: {} for form in forms}
@@ -180,6 +187,21 @@ class Study:
                 before = found[form.name].get(key, worst)
                 found[form.name][key] = min(worst, before, key=lambda one: one.cosine)
         return list(found.items())
+
+
+@contextmanager
+def _given_back(batch: Any) -> Iterator[None]:
+    """Undo what a pass writes into its batch: one scaled in place would be so in each pass.
+
+    After the backward pass, which reads what the forward has left there.
+    """
+    given = [(x, x.detach().clone(), version_of(x)) for x in tensors_of(batch)]
+    try:
+        yield
+    finally:
+        for x, value, version in given:
+            if version_of(x) != version:
+                x.data.copy_(value)
 
 
 def _too_small(pieces: Sequence[ProductCall], scale: float) -> tuple[int, int]:

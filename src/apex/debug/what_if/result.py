@@ -57,10 +57,12 @@ class WhatIf:
             return f"{text} {scale}." if "float16" in self.formats else text
         parts = []
         if "bfloat16" in self.formats:
-            parts.append(f"bfloat16 {self._needs('bfloat16') or 'everywhere is safe'}.")
+            everywhere = "is safe where products were seen" if self.unseen else "everywhere is safe"
+            parts.append(f"bfloat16 {self._needs('bfloat16') or everywhere}.")
         if "float16" in self.formats:
             needs = self._needs("float16").removeprefix("needs ")
-            parts.append(f"{scale}{f' and {needs}' if needs else '; every layer is safe then'}.")
+            safe = f"every layer {'that was seen ' if self.unseen else ''}is safe then"
+            parts.append(f"{scale}{f' and {needs}' if needs else f'; {safe}'}.")
         if "float16" in self.formats and self.large:
             name, size = max(self.large.items(), key=lambda item: item[1])
             between = f"At O2 what passes between modules is float16 as well, and `{name}` gives"
@@ -68,7 +70,9 @@ class WhatIf:
         parts += [self._e4m3()] if "e4m3" in self.formats else []
         shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
         lost = f"If weights had 16 bits (O3), updates of {self.optimizer} would be lost: {shares}"
-        return " ".join([*parts, f"{lost}; with masters (O2, O5) none."])
+        parts.append(f"{lost}; with masters (O2, O5) none.")
+        unseen = [f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."] if self.unseen else []
+        return " ".join([*parts, *unseen])
 
     def _needs(self, form: str) -> str:
         """What a 16-bit format needs, as the end of a sentence; empty if it needs nothing."""

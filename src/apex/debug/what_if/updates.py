@@ -33,9 +33,12 @@ class Updates:
             return
         self.name = type(optimizer).__name__
         copies = dict(zip(map(id, weights), self.weights, strict=True))
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        frozen = {id(p): p.detach().clone() for p in every if not p.requires_grad}
+        copies = {**frozen, **copies}  # its state is by the numbers of all
         try:
             groups = [
-                {**group, "params": [copies[id(p)] for p in group["params"] if p.requires_grad]}
+                {**group, "params": [copies[id(p)] for p in group["params"]]}
                 for group in optimizer.param_groups
             ]
             self.optimizer = type(optimizer)(groups)  # without the hooks on the first

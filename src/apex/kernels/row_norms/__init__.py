@@ -14,13 +14,15 @@ memory would be 16.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from apex.kernels._launching import cdiv, empty, multiprocessors, power_of_2
+from apex.kernels._launching import cdiv, multiprocessors, power_of_2
+from apex.kernels._plans import Family
 from apex.kernels.row_norms.kernels import (
     row_norm_add_up,
     row_norm_backward,
@@ -82,24 +84,74 @@ def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
     return SUM_TILE // columns, columns
 
 
+@functools.cache
+def _of_forward(
+    n_cols: int, size: int, centered: bool, *dtypes: torch.dtype | None
+) -> tuple[int, Family]:
+    """Rows of a program, and its launches; no rows: a row goes in blocks. ``size``: of elements."""
+    if n_cols * size > WIDEST_FORWARD_BYTES:
+        return 0, Family(row_norm_forward_wide, (centered, WIDE_FORWARD), WIDE_WARPS)
+    rows, block, warps = _tile(n_cols)
+    return rows, Family(row_norm_forward, (centered, rows, block), warps)
+
+
+class _Backward(NamedTuple):
+    """How the backward of rows is cut: ``height`` rows a program at least, ``most`` programs."""
+
+    height: int
+    most: int
+    across: int  # programs beside each other, of the weight sums of wide rows
+    rows: Family  # the gradient of the input; of rows that fit into a tile weight sums, too
+    sums: Family | None  # weight sums of wide rows
+    total: Family  # the second stage
+    total_grid: tuple[int, int, int]
+
+
+@functools.cache
+def _of_backward(
+    n_cols: int, size: int, centered: bool, from_output: bool, processors: int,
+    *kinds: torch.dtype | bool | None,
+) -> _Backward:  # fmt: skip
+    """``kinds``: dtypes of the tensors, and which gradients are needed."""
+    height, columns = _sum_tile(n_cols, processors)
+    total = Family(row_norm_add_up, (height, columns))
+    total_grid = (cdiv(n_cols, columns), 1, 1)
+    how = (centered, from_output)
+    if n_cols > (WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD):
+        across = cdiv(n_cols, TILE_COLUMNS)
+        most = cdiv(processors * RESIDENT_WARPS // TILE_WARPS, across)
+        rows_of = Family(row_norm_backward_wide, (*how, WIDE_BACKWARD), WIDE_WARPS)
+        sums = Family(row_norm_weight_sums, (*how, TILE_ROWS, TILE_COLUMNS), TILE_WARPS)
+        return _Backward(TILE_ROWS, most, across, rows_of, sums, total, total_grid)
+    per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
+    rows, block, warps = _tile(n_cols, per_warp, RESIDENT_WARPS)
+    height, most = max(rows, ROWS_PER_PROGRAM), processors * RESIDENT_WARPS // warps
+    can_copy = n_cols % 8 == 0 or size >= LEAST_COPIED
+    stages = 2 if can_copy and rows * block * size <= READ_AHEAD_BYTES else 1
+    rows_of = Family(row_norm_backward, (*how, rows, block, stages), warps)
+    return _Backward(height, most, 1, rows_of, None, total, total_grid)
+
+
 def forward(
     x: torch.Tensor, weight: Any, bias: Any, shape: Sequence[int], eps: float, centered: bool,
     dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
-    n_cols, n_rows = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    mean, rstd = empty(x, n_rows if centered else 0), empty(x, n_rows)
+    n_cols, device = math.prod(shape), x.device
+    n_rows = x.numel() // n_cols
+    y = torch.empty(x.shape, dtype=dtype, device=device)
+    mean = torch.empty(n_rows if centered else 0, dtype=torch.float32, device=device)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=device)
     data = (x, weight, bias, y, mean, rstd)
-    if n_cols * x.element_size() <= WIDEST_FORWARD_BYTES:
-        rows, block, warps = _tile(n_cols, ELEMENTS_PER_WARP, WARPS)
-        row_norm_forward[(cdiv(n_rows, rows),)](
-            *data, n_rows, 2 * n_cols, eps, centered, rows, block, num_warps=warps
-        )
+    weight_dtype = None if weight is None else weight.dtype
+    bias_dtype = None if bias is None else bias.dtype
+    kinds = (x.dtype, weight_dtype, bias_dtype, dtype)
+    rows, family = _of_forward(n_cols, x.element_size(), centered, *kinds)
+    eps = float(eps)
+    if rows:
+        family.launch((-(-n_rows // rows), 1, 1), data, (n_rows, 2 * n_cols, eps), n_rows)
     else:
-        row_norm_forward_wide[(n_rows,)](
-            *data, 2 * n_cols, eps, centered, WIDE_FORWARD, num_warps=WIDE_WARPS
-        )
+        family.launch((n_rows, 1, 1), data, (2 * n_cols, eps))
     return y, mean, rstd
 
 
@@ -126,47 +178,38 @@ def backward(
     from_output = x is None
     saved = y if x is None else x
     assert saved is not None
-    n_rows, n_cols, processors = rstd.numel(), math.prod(shape), multiprocessors(dy.device)
-    wide = n_cols > (WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD)
-    if wide:
-        height, across = TILE_ROWS, cdiv(n_cols, TILE_COLUMNS)
-        most = cdiv(processors * RESIDENT_WARPS // TILE_WARPS, across)
-    else:
-        per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
-        rows, block, warps = _tile(n_cols, per_warp, RESIDENT_WARPS)
-        height, most = max(rows, ROWS_PER_PROGRAM), processors * RESIDENT_WARPS // warps
-    n_programs = min(most, cdiv(n_rows, height))
+    n_rows, n_cols, device = rstd.numel(), math.prod(shape), dy.device
+    wants_weights = weight is not None and any(needs[1:])
+    kinds = (
+        dy.dtype, saved.dtype, rstd.dtype, None if mean is None else mean.dtype,
+        None if weight is None else weight.dtype, None if bias is None else bias.dtype,
+        dtypes.get("x_dtype"), needs[0], wants_weights,
+    )  # fmt: skip
+    size, processors = saved.element_size(), multiprocessors(device)
+    cut = _of_backward(n_cols, size, centered, from_output, processors, *kinds)
+    n_programs = min(cut.most, -(-n_rows // cut.height))
     dx = dweight = dbias = of_weight = of_bias = None
     if needs[0]:
-        dx = torch.empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype), device=dy.device)
-    if weight is not None and any(needs[1:]):
-        dweight, of_weight = torch.empty_like(weight), empty(dy, n_programs, n_cols)
+        dx = torch.empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype), device=device)
+    if weight is not None and wants_weights:
+        sizes = (n_programs, n_cols)
+        dweight = torch.empty_like(weight)
+        of_weight = torch.empty(sizes, dtype=torch.float32, device=device)
         if bias is not None:
-            dbias, of_bias = torch.empty_like(bias), empty(dy, n_programs, n_cols)
+            dbias = torch.empty_like(bias)
+            of_bias = torch.empty(sizes, dtype=torch.float32, device=device)
     data = (dy, saved, mean, rstd, weight, bias)
-    if wide:
-        if dx is not None:
-            row_norm_backward_wide[(n_rows,)](
-                *data, dx, 2 * n_cols, eps, centered, from_output, WIDE_BACKWARD,
-                num_warps=WIDE_WARPS,
-            )  # fmt: skip
-        if dweight is not None:
-            # Columns first: CUDA takes 65,535 programs along the second axis, 8,388,480 columns.
-            row_norm_weight_sums[(across, n_programs)](
-                *data, of_weight, of_bias, n_rows, 2 * n_cols, eps, centered, from_output,
-                TILE_ROWS, TILE_COLUMNS, num_warps=TILE_WARPS,
-            )  # fmt: skip
-    else:
-        size = saved.element_size()
-        can_copy = n_cols % 8 == 0 or size >= LEAST_COPIED
-        stages = 2 if can_copy and rows * block * size <= READ_AHEAD_BYTES else 1
-        row_norm_backward[(n_programs,)](
-            *data, dx, of_weight, of_bias, n_rows, 2 * n_cols, eps, centered, from_output, rows,
-            block, stages, num_warps=warps,
-        )  # fmt: skip
+    numbers = (n_rows, 2 * n_cols, float(eps))
+    if cut.sums is None:
+        tensors = (*data, dx, of_weight, of_bias)
+        cut.rows.launch((n_programs, 1, 1), tensors, numbers, n_rows)
+    elif dx is not None:
+        cut.rows.launch((n_rows, 1, 1), (*data, dx), numbers[1:])
     if dweight is not None:
-        rows, columns = _sum_tile(n_cols, processors)
-        row_norm_add_up[(cdiv(n_cols, columns),)](
-            of_weight, of_bias, dweight, dbias, n_programs, 2 * n_cols, rows, columns, num_warps=4
-        )
+        if cut.sums is not None:
+            # Columns first: CUDA takes 65,535 programs along the second axis, 8,388,480 columns.
+            columns = (*data, of_weight, of_bias)
+            cut.sums.launch((cut.across, n_programs, 1), columns, numbers, n_rows)
+        partial = (of_weight, of_bias, dweight, dbias)
+        cut.total.launch(cut.total_grid, partial, (n_programs, 2 * n_cols), n_programs)
     return [dx, dweight, dbias]

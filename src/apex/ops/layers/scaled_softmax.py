@@ -13,7 +13,7 @@ rounded, and those of masked columns are 0.
 Bytes an element that the kernels move, in 16 bits: 4 forward, a read and a write, and 6 backward;
 3 and 4 if causal; a mask of all heads adds its byte over their number. Torch's ``softmax((x *
 scale).masked_fill(mask, -10000), -1)`` moves 12, in three passes, and 14: 2.6 times
-as many bytes. Instructions, which limit the kernels sooner on some GPUs: docs/performance.md.
+as many bytes. Instructions, which limit the kernels sooner on some GPUs: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from typing import Any
 
 import torch
 
-from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
+from apex.ops import _runtime
+from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
-from apex.ops._op import op
+from apex.ops._op import UNSURE, call_on_device, op
 
 MASKED = -10000.0
+_MASKS = (torch.bool, torch.uint8)
 
 
 def softmax(z: torch.Tensor, causal: bool, zeros: bool) -> torch.Tensor:
@@ -145,8 +147,33 @@ def scaled_softmax(
     x: torch.Tensor, mask: Optional, scale: float, causal: bool = False, *, name: str
 ) -> torch.Tensor:
     """Check the arguments for the function ``name`` and compute."""
+    implementation = OP.choose(x)
+    if implementation is not UNSURE and _fit(x, mask, causal):
+        if implementation is None:
+            return reference(x, mask, float(scale), causal)
+        return OP.compute(x, mask, float(scale), causal, implementation)
     check(name, x, mask, causal)
     return OP(x, mask, float(scale), causal)
+
+
+def _fit(x: torch.Tensor, mask: Any, causal: bool) -> bool:
+    """Whether plain tensors fit together, so that :func:`check` passes."""
+    shape, dims = x.shape, x.dim()
+    if dims < 2 or x.dtype not in FLOATS or (causal and shape[-2] != shape[-1]):
+        return False
+    if mask is None:
+        return True
+    if not (
+        type(mask) is torch.Tensor
+        and mask.dtype in _MASKS
+        and mask.device == x.device
+        and mask.dim() == dims <= 4
+    ):
+        return False
+    for size, whole in zip(mask.shape, shape, strict=True):  # noqa: SIM110  `all` has 6 frames
+        if size not in (1, whole):
+            return False
+    return True
 
 
 def check(
@@ -154,7 +181,7 @@ def check(
 ) -> None:
     """Refuse what cannot be computed, without looking at any number on a device."""
     check_tensors(name, {key: x, "mask": mask}, floating=[key])
-    if mask is not None and mask.dtype not in (torch.bool, torch.uint8):
+    if mask is not None and mask.dtype not in _MASKS:
         raise ArgumentError(
             f"{name}: mask is {mask.dtype}; pass torch.bool, or torch.uint8 in which 1 is masked."
         )
@@ -214,5 +241,19 @@ def backward(
         raise ArgumentError(
             f"{name}: output_grads are {dy.dtype} and softmax_results {y.dtype}; pass one dtype."
         )
+    if in_place and _can_write_over(dy, y):
+        kernels = OP.implementation(y)
+        if kernels is not None:  # 6 bytes an element in 16 bits; a result and a copy move 10
+            given = {"y": y, "scale": float(scale), "causal": causal}
+            call_on_device(kernels.backward, dy, dy, (True,), **given, out=dy)
+            torch.autograd.graph.increment_version(dy)  # as any function that writes
+            return dy
     dx: torch.Tensor = OP.backward_operator(dy, [True], y, float(scale), causal)
     return dy.copy_(dx) if in_place else dx
+
+
+def _can_write_over(dy: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether a kernel may write over ``dy``: plain, contiguous, and no graph is recorded."""
+    plain = type(dy) in _runtime.PLAIN and type(y) in _runtime.PLAIN and dy.numel() > 0
+    as_in_memory = dy.is_contiguous() and not dy.is_neg() and not y.is_neg()
+    return plain and as_in_memory and not (_runtime.recorded() or _runtime.transformed())

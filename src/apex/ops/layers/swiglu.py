@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, check_shape, check_tensors
 from apex.ops._dtypes import WIDE, alike, wide
-from apex.ops._op import op
+from apex.ops._op import UNSURE, op
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -33,13 +33,16 @@ OP = op(
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Check the arguments, bring them to one dtype and compute."""
+    implementation = OP.choose(gate)
     if (
-        OP.is_small(gate)
+        implementation is not UNSURE
         and type(up) in _runtime.PLAIN
         and up.shape == gate.shape
         and alike(gate, up)
         and gate.dtype in FLOATS
     ):
+        if implementation is not None:
+            return OP.compute(gate, up, implementation)
         return F.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
     tensors = {"gate": gate, "up": up}
     check_tensors("swiglu", tensors, floating=tensors, required=tensors)

@@ -40,28 +40,24 @@ class TensorColumn(list[torch.Tensor]):
     Attributes:
         is_uniform: Whether the tensors are known to be on one device, of one dtype, and no position
             of theirs is odd.
+        known_numels: Their sizes, if these are known.
+        whole: The column that this one is a piece of, and where it begins and ends there.
     """
 
-    __slots__ = ("_addresses", "_numels", "_whole", "is_uniform")
-
-    def __init__(
-        self, tensors: Iterable[torch.Tensor], whole: tuple[TensorColumn, int, int] | None = None
-    ) -> None:
-        super().__init__(tensors)
-        self.is_uniform: bool = whole is not None and whole[0].is_uniform
-        self._whole = whole
-        self._addresses: tuple[int, ...] | None = None
-        self._numels: tuple[int, ...] | None = None
+    is_uniform = False
+    known_numels: tuple[int, ...] | None = None
+    whole: tuple[TensorColumn, int, int] | None = None
+    _addresses: tuple[int, ...] | None = None
 
     def numels(self) -> tuple[int, ...]:
         """How many elements each tensor has."""
-        if self._numels is None:
-            if self._whole is None:
-                self._numels = tuple(map(torch.Tensor.numel, self))
+        if self.known_numels is None:
+            if self.whole is None:
+                self.known_numels = tuple(map(torch.Tensor.numel, self))
             else:
-                column, first, last = self._whole
-                self._numels = column.numels()[first:last]
-        return self._numels
+                column, first, last = self.whole
+                self.known_numels = column.numels()[first:last]
+        return self.known_numels
 
     def addresses(self) -> tuple[int, ...]:
         """Where each tensor begins."""
@@ -70,35 +66,25 @@ class TensorColumn(list[torch.Tensor]):
 
     def root(self) -> TensorColumn:
         """The column that this one is a piece of."""
-        return self if self._whole is None else self._whole[0].root()
-
-
-def as_uniform(column: Sequence[Any], numels: tuple[int, ...] | None) -> TensorColumn:
-    """A column of which :func:`uniform_numels` has found these sizes."""
-    known = column if isinstance(column, TensorColumn) else TensorColumn(column)
-    known.is_uniform = True
-    known._numels = numels
-    return known
+        return self if self.whole is None else self.whole[0].root()
 
 
 def piece(column: Sequence[Any], first: int, last: int) -> list[Any]:
     """Some tensors of a column, in a row."""
     if not isinstance(column, TensorColumn):
         return list(column[first:last])
-    return (
-        column
-        if last - first == len(column)
-        else TensorColumn(column[first:last], (column, first, last))
-    )
+    if last - first == len(column):
+        return column
+    found = TensorColumn(column[first:last])
+    found.whole, found.is_uniform = (column, first, last), column.is_uniform
+    return found
 
 
 def numels_of(column: TensorList) -> tuple[int, ...]:
     """How many elements each tensor has."""
-    return (
-        column.numels()
-        if isinstance(column, TensorColumn)
-        else tuple(map(torch.Tensor.numel, column))
-    )
+    if isinstance(column, TensorColumn):
+        return column.numels()
+    return tuple(map(torch.Tensor.numel, column))
 
 
 def addresses_of(columns: Iterable[TensorList]) -> list[tuple[int, ...]]:
@@ -116,10 +102,24 @@ def addresses_of(columns: Iterable[TensorList]) -> list[tuple[int, ...]]:
 
 def _addresses_in(column: TensorColumn) -> tuple[int, ...]:
     if column._addresses is None:
-        assert column._whole is not None  # a root has them
-        whole, first, last = column._whole
+        assert column.whole is not None  # a root has them
+        whole, first, last = column.whole
         column._addresses = _addresses_in(whole)[first:last]
     return column._addresses
+
+
+def scratch(like: TensorList) -> TensorColumn:
+    """Uninitialized float32 of the sizes of a column, for a kernel: flat pieces of one allocation.
+
+    A tensor of its own for each would be an allocation for each. Pieces begin at multiples of 16
+    bytes, so that accesses are 128 bits wide.
+    """
+    numels = numels_of(like)
+    padded = [-(-numel // 4) * 4 for numel in numels]
+    whole = torch.empty(sum(padded), dtype=torch.float32, device=like[0].device)
+    found = TensorColumn(torch.split(whole, padded))
+    found.known_numels = numels  # without what is behind a piece
+    return found
 
 
 def grouped(

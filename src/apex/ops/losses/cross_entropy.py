@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from apex.ops._check import FLOATS, ArgumentError, check_tensors, traced
 from apex.ops._dtypes import WIDE, Optional, wide
-from apex.ops._op import op
+from apex.ops._op import UNSURE, op
 
 NO_PADDING = -(2**63)  # a label that no row has
 
@@ -129,8 +129,11 @@ def cross_entropy(
         IndexError: A label is out of range, on a CPU.
     """
     smoothing, padding_idx = float(smoothing), int(padding_idx)
-    if OP.is_small(logits) and _fit(logits, labels, smoothing):
+    implementation = OP.choose(logits)
+    if implementation is not UNSURE and _fit(logits, labels, smoothing):
         try:
+            if implementation is not None:
+                return OP.compute(logits, labels, smoothing, padding_idx, implementation)
             return F.cross_entropy(
                 logits if logits.dtype in WIDE else logits.float(), labels, reduction="none",
                 label_smoothing=smoothing, ignore_index=padding_idx,

@@ -30,9 +30,9 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
+from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, WIDE, Optional, alike, to_dtype, wide
-from apex.ops._op import op
+from apex.ops._op import UNSURE, op
 
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -197,22 +197,37 @@ def group_norm(
         raise ArgumentError(
             f"group_norm: act is {act!r}; allowed are 'silu', 'swish', '' and None."
         )
-    if (
-        OP.is_small(x)
-        and x.numel()  # images without pixels have gradients of their own
-        and x.dtype in WIDE
-        and x.is_contiguous()
-        and alike(x, weight, bias)
-        and (bias is None or weight is not None)
-    ):  # then the definition is torch's function, and SiLU
-        try:
+    implementation, silu = OP.choose(x), ACTIVATIONS[act]
+    if implementation is not UNSURE and _fit(x, groups, weight, bias):
+        if implementation is not None:
+            return OP.compute(x, weight, bias, groups, float(eps), silu, implementation)
+        if (
+            x.dtype in WIDE
+            and x.is_contiguous()
+            and alike(x, weight, bias)
+            and (bias is None or weight is not None)
+        ):  # then the definition is torch's function, and SiLU
             y = torch.group_norm(x, groups, weight, bias, eps)
-            return F.silu(y) if ACTIVATIONS[act] else y
-        except (IndexError, RuntimeError, TypeError):
-            pass  # below are the words for what does not fit
+            return F.silu(y) if silu else y
     groups = int(groups)
     check("group_norm", x, groups, weight, bias)
-    return OP(x, weight, bias, groups, float(eps), ACTIVATIONS[act])
+    return OP(x, weight, bias, groups, float(eps), silu)
+
+
+def _fit(x: torch.Tensor, groups: Any, weight: Any, bias: Any) -> bool:
+    """Whether plain tensors with pixels fit together, so that :func:`check` passes."""
+    if not (type(groups) is int and groups > 0 and x.dim() > 1 and x.dtype in FLOATS and x.numel()):
+        return False
+    channels, device = x.shape[1], x.device
+    for tensor in (weight, bias):
+        if tensor is not None and not (
+            type(tensor) in _runtime.PLAIN
+            and tensor.dtype in FLOATS
+            and tensor.device == device
+            and tensor.shape == (channels,)
+        ):
+            return False
+    return channels % groups == 0
 
 
 def check(name: str, x: torch.Tensor, groups: int, weight: Optional, bias: Optional) -> None:

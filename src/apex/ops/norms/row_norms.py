@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from apex.ops import _runtime
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
-from apex.ops._dtypes import NARROW, WIDE, Optional, alike, to_dtype, wide
-from apex.ops._op import op
+from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
+from apex.ops._op import UNSURE, op
 from apex.ops.norms import row_norm_pieces
 from apex.ops.norms._scripted import Shape, left_to_python
 
@@ -101,19 +102,17 @@ def norm(
     Raises:
         ArgumentError: What is passed does not fit together.
     """
-    if (
-        not memory_efficient
-        and OP.is_small(x)
-        and alike(x, weight, bias)
-        and (x.dtype in WIDE or (x.dtype in NARROW and not (centered and x.is_cpu)))
-        and (bias is None or weight is not None)
-    ):  # then the definition is a function of torch's alone
-        try:
+    operation = MEMORY_EFFICIENT if memory_efficient else OP
+    implementation = operation.choose(x)
+    if implementation is not UNSURE and _fit(x, weight, bias, shape):
+        dtype = x.dtype
+        if implementation is not None:
+            constants = (shape, eps, centered, dtype, *([dtype] * memory_efficient))
+            return operation.compute(x, weight, bias, *constants, implementation)
+        if not (centered and x.is_cpu and dtype in NARROW):  # then it is torch's function alone
             if centered:
                 return F.layer_norm(x, shape, weight, bias, eps)
             return F.rms_norm(x, shape, weight, eps)
-        except (RuntimeError, TypeError):
-            pass  # below are the words for what does not fit
     x, weight, bias = OP.cast(x, weight, bias)
     refuse_other_dtype(x, weight, instead, weights)
     check_norm("layer_norm" if centered else "rms_norm", x, weight, bias, shape)
@@ -121,6 +120,23 @@ def norm(
     if memory_efficient:
         return MEMORY_EFFICIENT(x, weight, bias, shape, eps, centered, dtype, x.dtype)
     return OP(x, weight, bias, shape, eps, centered, dtype)
+
+
+def _fit(x: torch.Tensor, weight: Any, bias: Any, shape: Any) -> bool:
+    """Whether plain tensors of one dtype fit together, so that :func:`check_norm` passes."""
+    row = shape if isinstance(shape, tuple) else tuple(shape) if isinstance(shape, list) else ()
+    if not row or x.shape[-len(row) :] != row or x.dtype not in FLOATS:
+        return False
+    dtype, device = x.dtype, x.device
+    for tensor in (weight, bias):
+        if tensor is not None and not (
+            type(tensor) in _runtime.PLAIN
+            and tensor.dtype == dtype
+            and tensor.device == device
+            and tensor.shape == row
+        ):
+            return False
+    return bias is None or weight is not None
 
 
 # -- what is refused -------------------------------------------------------------------------------

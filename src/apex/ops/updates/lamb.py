@@ -29,10 +29,11 @@ from dataclasses import dataclass
 
 import torch
 
+from apex.ops import _runtime
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.stages import Kind, Stages, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, PLAIN, StepOptions, run_stored
-from apex.ops.lists.tensor_lists import Scalar, TensorList
+from apex.ops.lists.tensor_lists import Scalar, TensorList, scratch
 from apex.ops.lists.tensor_norms import square_sums
 from apex.ops.updates import cpu_fused
 from apex.ops.updates.adam import AdamNumbers, corrections, for_torch, l2_and_decay
@@ -143,7 +144,11 @@ def lamb_stages(
     is_wide = grads[0].dtype in (torch.float32, torch.float64)
     if not is_wide:
         wide = torch.promote_types(params[0].dtype, torch.float32)
-        terms = [torch.empty_like(p, dtype=wide) for p in params]
+        one_launch = options.dense and not options.quantized and _runtime.can_fuse(params[0].device)
+        if one_launch and wide == torch.float32:
+            terms = scratch(grads)
+        else:
+            terms = [torch.empty_like(p, dtype=wide) for p in params]
         if options.extra is not None:
             stores.pop(0)
         stores.append((4, 0))

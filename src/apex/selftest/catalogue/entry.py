@@ -104,7 +104,7 @@ class Op:
         widens: Whether the result is float32 at least.
         terms: How many terms of both signs make a gradient of a gradient in these tests.
         fused_by: Who fuses it in a graph compiled for a GPU: "us", in one operator, or the
-            "compiler", with its neighbours. Which moves fewer bytes is in docs/performance.md.
+            "compiler", with its neighbours. Which moves fewer bytes is in docs/kernels.md.
     """
 
     name: str

@@ -1,0 +1,72 @@
+"""Launches that pass over Triton's JIT take the kernel that the JIT would; see planning.py."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from apex.selftest.catalogue.ops import OPS
+from tests.gpu.worker import call
+from tests.kernels import planning
+
+# Frames of Python in files of apex, forward and backward. Norms, softmax and SwiGLU: of one launch
+# and of one or two. The others prepare tables, cast or sort besides.
+FRAMES = {
+    "layer_norm": (8, 6),
+    "rms_norm": (8, 6),
+    "swiglu": (8, 6),
+    "masked_softmax": (9, 6),
+    "group_norm": (16, 12),
+    "cross_entropy": (15, 6),
+    "focal_loss": (20, 6),
+    "rotary": (13, 6),
+    "index_mul_2d": (16, 12),
+}
+ALL = {"layer_norm": (26, 40), "rms_norm": (26, 40)}  # those of torch and Triton, too
+
+pytestmark = pytest.mark.slow  # kernels are compiled half of the way
+
+
+def test_a_plan_is_never_stale():
+    """Over sizes of 1, of multiples of 16, of 2**31 and more, addresses, absent tensors."""
+    wrong, planned = call(planning.differing)
+    assert not wrong
+    assert planned >= 50  # the others went to the JIT
+
+
+def test_a_key_without_the_numbers_would_be_stale():
+    """The comparison finds it."""
+    wrong, _ = call(planning.differing_without_sizes)
+    assert len(wrong) > 50
+
+
+def test_what_is_left_to_the_jit():
+    found = call(planning.left_to_the_jit)
+    assert not found.pop("the same again")
+    assert all(found.values()), found
+
+
+def test_launch_options_make_kernels_of_their_own():
+    assert call(planning.options) == 3
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS if op.operator])
+def test_plans_of_an_operation_are_never_stale(name):
+    wrong, planned = call(planning.of_operations, name)
+    assert not wrong
+    assert planned >= 10
+
+
+def test_plans_of_mixed_arguments_are_never_stale():
+    wrong, planned = call(planning.of_mixed_arguments)
+    assert not wrong
+    assert planned >= 50
+
+
+def test_frames():
+    found = call(planning.frames)
+    for name, counts in found.items():
+        of_apex, of_all = zip(*counts, strict=True)
+        base = name.split(",")[0]
+        assert all(n <= most for n, most in zip(of_apex, FRAMES[base], strict=True)), (name, counts)
+        if base in ALL:
+            assert all(n <= most for n, most in zip(of_all, ALL[base], strict=True)), (name, counts)

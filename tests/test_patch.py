@@ -1,0 +1,267 @@
+"""``apex.patch``: models of transformers, small and with random weights."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import apex
+from apex import _fused_layers, amp
+from apex.ops import _runtime
+from tests.tolerance import PATCHED, PATCHED_LOSS, PATCHED_NORM, rms
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+    "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
+}  # fmt: skip
+# Many numbers in each gradient, so that chance does not decide between two errors.
+WIDE = {**SMALL, "hidden_size": 128, "head_dim": 64, "num_attention_heads": 2,
+        "num_key_value_heads": 1}  # fmt: skip
+MLPS, GELUS = "2 x {}MLP by SwiGLUMLP", "left: 2 x {}MLP: its activation is GELU"
+LOSS = "1 x ForCausalLMLoss by causal_lm_loss"
+KINDS = {  # configuration, model, report's norms, and its MLPs
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", "5 x LlamaRMSNorm by RMSNorm", MLPS),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", "5 x MistralRMSNorm by RMSNorm", MLPS),
+    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "5 x Qwen2RMSNorm by RMSNorm", MLPS),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", "9 x Qwen3RMSNorm by RMSNorm", MLPS),
+    "Gemma": ("GemmaConfig", "GemmaForCausalLM", "5 x GemmaRMSNorm by RMSNormZeroCentered", GELUS),
+    "Gemma3": (
+        "Gemma3TextConfig", "Gemma3ForCausalLM", "13 x Gemma3RMSNorm by RMSNormZeroCentered", GELUS,
+    ),
+    "T5": (
+        "T5Config", "T5ForConditionalGeneration", "12 x T5LayerNorm by T5RMSNorm",
+        "left: 4 x T5DenseGatedActDense: its activation is NewGELUActivation, not SiLU",
+    ),
+}  # fmt: skip
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(kind, seed=0, dtype=torch.float32, sizes=SMALL):
+    """A model whose norms are not all ones, and whose activations are of size 1."""
+    config, model, *_ = KINDS[kind]
+    torch.manual_seed(seed)
+    options = T5 if kind == "T5" else sizes
+    model = getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn(weight.shape, device="cpu", dtype=weight.dtype) / 5)
+            elif kind != "T5":
+                weight.mul_(128.0 / sizes["hidden_size"])
+    return model.to(dtype)
+
+
+def tokens(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 64, (3, 10), generator=generator, device="cpu", dtype=torch.int64)
+
+
+def results(model, path="triton", seed=0):
+    """Loss and gradients, in float64."""
+    model.zero_grad()
+    with _runtime.use(path):
+        loss = model(input_ids=tokens(seed), labels=tokens(seed)).loss
+        loss.backward()
+    gradients = {name: p.grad.double() for name, p in model.named_parameters()}
+    return {"loss": loss.detach().double(), **gradients}
+
+
+def norms_are_ours_already(kind):
+    """transformers 4 takes Apex's norm for T5 itself; 5 has ceased to."""
+    return kind == "T5" and transformers.__version__.startswith("4.")
+
+
+# -- what is replaced ------------------------------------------------------------------------------
+
+
+@kinds
+def test_report_and_undo(kind):
+    model = made(kind)
+    before = {name: (module, type(module)) for name, module in model.named_modules()}
+    state, loss = model.state_dict(), results(model, "reference")["loss"]
+    report = apex.patch(model)
+    *_, norms, mlps = KINDS[kind]
+    said = str(report)
+    if not norms_are_ours_already(kind):
+        assert norms in said
+    assert mlps.format(kind) in said
+    assert (LOSS in said) == (kind != "T5")
+    assert list(model.state_dict()) == list(state)
+    assert all(module is before[name][0] for name, module in model.named_modules())
+    assert str(apex.patch(model)).replace("left: ", "").count("by") == 0  # nothing is left to do
+    report.undo()
+    assert all(type(module) is before[name][1] for name, module in model.named_modules())
+    assert torch.equal(results(model, "reference")["loss"], loss)
+    report.undo()  # again: nothing
+
+
+def test_a_copy_and_a_pickle_are_patched():
+    model = made("Llama")
+    others, file = [], io.BytesIO()
+    can_be_pickled = not hasattr(model.model.layers[0].self_attn, "_kernel_funcs")  # of kernels
+    report = apex.patch(model)
+    others.append(copy.deepcopy(model))
+    if can_be_pickled:
+        torch.save(model, file)
+        file.seek(0)
+        others.append(torch.load(file, weights_only=False))
+    wanted = results(model)
+    report.undo()
+    for other in others:
+        assert type(other.model.norm) is _fused_layers.RMSNorm
+        assert other.loss_function is _fused_layers.causal_lm_loss
+        found = results(other)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_the_program_has_changed_stays():
+    model = made("Llama")
+    norm, mlp = model.model.norm, model.model.layers[0].mlp
+    norm.forward = lambda x: x
+
+    def own(logits, labels, **kwargs):
+        return logits.sum()
+
+    model.loss_function = own
+    report = apex.patch(model)
+    assert "replaced its forward" in report.left["model.norm"]
+    assert "another one" in report.left["loss_function"]
+    mlp.__class__ = nn.Identity
+    report.undo()
+    assert model.loss_function is own
+    assert type(mlp) is nn.Identity
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"patch: model is a str; pass a torch\.nn\.Module"):
+        apex.patch("model")
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma", "T5"])
+def test_dtypes_and_values_of_norms(kind, autocast):
+    if norms_are_ours_already(kind):
+        pytest.skip("transformers 4 takes Apex's norm for T5 itself")
+    model = made(kind)
+    norm = model.encoder.final_layer_norm if kind == "T5" else model.model.norm
+    wide = torch.randn(5, 32, device="cpu", dtype=torch.float32)
+    for weight in FLOATS:
+        norm.to(weight)
+        for dtype in (*FLOATS, torch.float64):
+            x = wide.to(dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                theirs = norm(x)
+                report = apex.patch(model)
+                ours = norm(x)
+            report.undo()
+            assert ours.dtype == theirs.dtype, (weight, dtype)
+            torch.testing.assert_close(ours, theirs, rtol=PATCHED_NORM, atol=PATCHED_NORM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_loss_is_transformers(dtype):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits = torch.randn(2, 6, 11, device="cpu", dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, 11, (2, 6), device="cpu", dtype=torch.int64)
+    labels[0, 2:4] = -100
+    ways = [{}, {"num_items_in_batch": 5}, {"ignore_index": 3}, {"shift_labels": labels.clone()}]
+    ways.append({"num_items_in_batch": torch.tensor(7, device="cpu", dtype=torch.int64)})
+    for way in ways:
+        pair = []
+        for function in (_fused_layers.causal_lm_loss, ForCausalLMLoss):
+            leaf = logits.clone().requires_grad_()
+            given = labels.masked_fill(labels == -100, 3) if "ignore_index" in way else labels
+            loss = function(leaf, given, vocab_size=11, **way)
+            loss.backward()
+            pair.append([loss.detach().float(), leaf.grad])
+        torch.testing.assert_close(*pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3", "T5"])
+def test_errors_with_kernels_are_the_originals(kind, dtype):
+    """Not bfloat16: the interpreter cuts bits off where a GPU rounds."""
+    if norms_are_ours_already(kind):
+        pytest.skip("transformers 4 takes Apex's norm for T5 itself")
+    errors = {}
+    for seed in range(5):
+        model = made(kind, seed, dtype, WIDE)
+        exact = copy.deepcopy(model).double()
+        apex.patch(exact)  # the originals' norms are float32 in float64 models, too
+        exact = results(exact, "reference", seed)
+        theirs = results(model, "reference", seed)
+        apex.patch(model)
+        ours = results(model, "triton", seed)
+        for name, of_all in exact.items():
+            pools = errors.setdefault(name, ([], [], []))
+            for pool, x in zip(pools, (ours[name], theirs[name], of_all), strict=True):
+                pool.append((x if pool is pools[2] else x - of_all).flatten())
+    ratios = {}
+    for name, pools in errors.items():
+        error, original, size = (rms(torch.cat(pool)) for pool in pools)
+        original = max(original, 2.0**-24 * size)  # a rounding of float32: the loss
+        if original < 0.01 * size:  # else the dtype does not decide it
+            ratios[name] = error / original
+    assert len(ratios) > 0.9 * len(errors)
+    worst = max(ratios, key=ratios.get)
+    assert ratios[worst] <= PATCHED, (worst, ratios[worst])
+
+
+# -- what programs do with models ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("T5", marks=pytest.mark.slow)])
+def test_generate_writes_the_same(kind):
+    model = made(kind)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    plain = model.generate(tokens(), **options)
+    apex.patch(model)
+    with _runtime.use("triton"):
+        assert torch.equal(model.generate(tokens(), **options), plain)
+
+
+def test_gradient_checkpointing_has_the_same_bits():
+    model = made("Llama").train()
+    apex.patch(model)
+    plain = results(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = results(model)
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("first", ["patch", "initialize"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_levels_of_amp(level, first):
+    losses = []
+    for patched in (False, True):
+        model = made("Llama").train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if patched and first == "patch":
+            apex.patch(model)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if patched and first == "initialize":
+            assert apex.patch(model).replaced
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens(), labels=tokens()).loss
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        amp.reset()
+    assert losses[1] == pytest.approx(losses[0], rel=PATCHED_LOSS)
