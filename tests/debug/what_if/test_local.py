@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apex.debug import what_if
@@ -151,6 +152,23 @@ def test_a_healthy_network_is_passed_once_a_batch():
 
     what_if(network(), counted, batches(), formats=["bfloat16", "e4m3"])
     assert len(calls) == 8
+
+
+def test_a_product_is_computed_in_the_pass_and_once_in_each_format():
+    torch.manual_seed(0)
+    model, products = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                products.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        what_if(model, loss, batches(), formats=["bfloat16", "e4m3"])
+    # forward, and backward of four weights and three inputs, of 8 batches: in float32 and in two
+    # formats; the first layer's input needs no gradient
+    assert len(products) == (4 + 4 + 3) * 8 * 3
 
 
 class Every(nn.Module):
@@ -357,15 +375,15 @@ def test_what_it_refuses(given, options, error, match):
 
 
 def test_batches_that_the_loss_writes_are_what_they_were_in_each_pass():
-    """The first batch has the largest inputs, so that the last asks for another loss scale."""
+    """The last batch has the largest inputs and asks for another loss scale: a second pass."""
     seen = []
 
     def in_place(model, batch):
         seen.append(float(batch.abs().amax()))
-        return model(batch.div_(255.0)).square().mean()
+        return model(batch.div_(255.0)).square().mean() * 1e6
 
     def apart(model, batch):
-        return model(batch / 255.0).square().mean()
+        return model(batch / 255.0).square().mean() * 1e6
 
     torch.manual_seed(0)
     listed = [torch.full((4, 8), 2.0**n) for n in range(8)]
@@ -414,5 +432,5 @@ def test_an_optimizer_with_frozen_weights_is_made_again():
     model(torch.randn(2, 8)).sum().backward()
     optimizer.step()
     listed = [torch.randn(4, 8) for _ in range(8)]
-    result = what_if(model, lambda m, x: m(x).square().mean(), listed, optimizer=optimizer)
+    result = what_if(model, lambda m, x: m(x).square().mean() * 1e6, listed, optimizer=optimizer)
     assert result.optimizer == "SGD"

@@ -118,27 +118,28 @@ def operands(function: Any, args: Any, kwargs: dict[str, Any]) -> set[int]:
     return {id(one) for one in floating((args, kwargs))} - {id(one) for one in masks}
 
 
-def product(form: Format, scale: float, function: Any, args: Any, kwargs: Any) -> Any:
+def product(form: Format, scale: float, function: Any, leaves: Any, spec: Any, given: Any) -> Any:
     """Call a product of torch on float32 tensors as if it computed in a format.
 
     Args:
         form: The format.
         scale: The loss scale that gradients would come with; they come and go without.
         function: One for which :func:`is_product` holds.
-        args: Its arguments.
-        kwargs: Those by name.
+        leaves: Its arguments and those by name, flat.
+        spec: How they are nested.
+        given: Of each leaf whether it is among :func:`operands`.
     """
-    ids = operands(function, args, kwargs)
-
-    def operand(leaf: Any) -> Any:
-        to = form.result if is_bias(leaf) else form.operand
-        return _round(leaf, to, form.result, scale) if id(leaf) in ids else leaf
+    places = [
+        (form.result if is_bias(one) else form.operand) if is_in else None
+        for one, is_in in zip(leaves, given, strict=True)
+    ]
+    both = zip(leaves, places, strict=True)
+    leaves = [one if to is None else _round(one, to, form.result, scale) for one, to in both]
+    args, kwargs = tree_unflatten(leaves, spec)
 
     def result(leaf: Any) -> Any:
         return _round(leaf, form.result, form.gradient, scale) if _is_floating(leaf) else leaf
 
-    leaves, spec = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten([operand(leaf) for leaf in leaves], spec)
     return tree_map(result, function(*args, **kwargs))
 
 
@@ -161,5 +162,8 @@ class InFormat(TorchFunctionMode):
         number, is_one = self.count, is_product(func, kwargs)
         self.count += is_one
         if is_one and (self.chosen is None or number in self.chosen):
-            return product(self.form, self.scale, func, args, kwargs)
+            leaves, spec = tree_flatten((args, kwargs))
+            ids = operands(func, args, kwargs)
+            given = [id(leaf) in ids for leaf in leaves]
+            return product(self.form, self.scale, func, leaves, spec, given)
         return func(*args, **kwargs)

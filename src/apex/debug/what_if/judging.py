@@ -137,18 +137,18 @@ class Study:
 
     def run(self, after: Callable[[Gradients], None]) -> None:
         """Look at every batch; ``after`` gets the gradients of the parameters of each."""
-        scales = []
+        scales, halves = [], [form for form in self.forms if form.name == "float16"]
         for number in range(len(self.batches)):
             self.trace, gradients = self.passed(number)
             self.ranges.note(self.trace, gradients)
             scales.append(self.ranges.scale)
-            self.ranges.small.append(_too_small(self.trace.pieces, self.ranges.scale))
+            if halves:
+                self.ranges.small.append(_too_small(self.trace.pieces, self.ranges.scale))
             both = zip(self.parameters, gradients, strict=True)
             self.reached |= {id(weight) for weight, one in both if one is not None}
             after(gradients)
             for form, scores in self._judged(self.forms):
                 self.scores[form].append(scores)
-        halves = [form for form in self.forms if form.name == "float16"]
         for number, scale in enumerate(scales):
             if halves and scale != self.ranges.scale:  # a later batch asked for a smaller one
                 self.trace, _ = self.passed(number)

@@ -127,12 +127,14 @@ class ProductCall:
             own = [one for one in self.owner.parameters() if one.requires_grad and not is_bias(one)]
             wanted |= dict(enumerate(own, len(leaves)))
         calls.set_random_states(self.random)  # dropout drops the same in every run
-        args, kwargs = tree_unflatten(leaves, self.spec)
         if form is not None and self.chosen is None:
-            outputs = floating(formats.product(form, scale, self.call, args, kwargs))
+            given = [is_in for _, is_in in self.leaves]
+            output = formats.product(form, scale, self.call, leaves, self.spec, given)
         else:
+            args, kwargs = tree_unflatten(leaves, self.spec)
             with nullcontext() if form is None else formats.InFormat(form, scale, self.chosen):
-                outputs = floating(self.call(*args, **kwargs))
+                output = self.call(*args, **kwargs)
+        outputs = floating(output)
         found: Results = {("result", place): one.detach() for place, one in enumerate(outputs)}
         places = [place for place in self.gradients if outputs[place].requires_grad]
         if not wanted or not places:
