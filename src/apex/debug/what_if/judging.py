@@ -123,6 +123,8 @@ class Study:
         scores: Of each format, of each batch, by the ids of modules.
         ranges: See :class:`Ranges`.
         trace: Of the last batch: what belongs to which module.
+        called: The ids of the modules that were called for every batch.
+        readers: Of each parameter, by id, the ids of the modules that multiplied with it.
         reached: The ids of the parameters that had a gradient.
     """
 
@@ -133,6 +135,8 @@ class Study:
         self.random = random_states()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.ranges, self.trace, self.reached = Ranges(), ProductTrace(), set[int]()
+        self.called: set[int] = set()
+        self.readers: dict[int, set[int]] = defaultdict(set)
         self.scores: dict[str, list[dict[int, Score]]] = {form.name: [] for form in forms}
 
     def run(self, after: Callable[[Gradients], None]) -> None:
@@ -140,6 +144,9 @@ class Study:
         scales, halves = [], [form for form in self.forms if form.name == "float16"]
         for number in range(len(self.batches)):
             self.trace, gradients = self.passed(number)
+            self.called = self.called & self.trace.called if number else self.trace.called
+            for key, owners in self.trace.readers.items():
+                self.readers[key] |= owners
             self.ranges.note(self.trace, gradients)
             scales.append(self.ranges.scale)
             if halves:

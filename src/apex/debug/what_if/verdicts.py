@@ -64,8 +64,8 @@ def layers_of(study: Study) -> list[Layer]:
         if id(module) in known:
             known.discard(id(module))
             verdicts = {form.name: _verdict(study, id(module), form) for form in study.forms}
-            called, readers = study.trace.called, study.trace.readers
-            keep = policies.innermost(study.model, "" if module is None else name, called, readers)
+            inner = "" if module is None else name
+            keep = policies.innermost(study.model, inner, study.called, study.readers)
             kind = "function" if module is None else type(module).__name__
             found.append(Layer(name, kind, keep, verdicts, {}))
     if any(verdict.why for layer in found for verdict in layer.verdicts.values()):
@@ -99,7 +99,7 @@ def unseen(study: Study) -> list[str]:
     """Modules with a weight matrix of which no product, or no gradient, was seen."""
     missing = {id(p) for p in study.parameters} - study.reached
     named = [*policies.named_modules(study.model)]
-    missing |= {id(p) for p in study.model.parameters() if not study.trace.readers[id(p)]}
+    missing |= {id(p) for p in study.model.parameters() if not study.readers[id(p)]}
     rows = [(n or type(m).__name__, p) for n, m in named for p in m.parameters(recurse=False)]
     return list(dict.fromkeys(name for name, p in rows if p.dim() > 1 and id(p) in missing))
 
