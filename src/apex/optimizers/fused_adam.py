@@ -51,7 +51,7 @@ class FusedAdam(FusedOptimizer):
     _algorithm, _numbers = staticmethod(adam_), Adam
     adam_w_mode, eps_inside_sqrt, use_mt, max_grad_norm = True, False, False, 0.0
     capturable = master_weights = False
-    grad_averaging = True  # it always is: the argument is refused
+    grad_averaging: bool | None = None
     _not_in_torch = ("bias_correction",)
     _takes_arguments = " apex.contrib.optimizers.FusedAdam still takes them."
     # Subclasses with a step of their own call these, as in the original.

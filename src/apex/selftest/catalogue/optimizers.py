@@ -66,7 +66,8 @@ def _moments(step: Step, grad: torch.Tensor) -> tuple[State, torch.Tensor, torch
 
 def _share(step: Step) -> float:
     """What a gradient enters the first moment by."""
-    return 1 - step.group["betas"][0] if step.group.get("grad_averaging", True) else 1.0
+    # Without the argument, or with FusedAdam's None, as with True.
+    return 1.0 if step.group.get("grad_averaging") is False else 1 - step.group["betas"][0]
 
 
 def _biases(step: Step) -> tuple[float, float]:
