@@ -6,7 +6,7 @@ import warnings
 __all__ = ["main"]
 
 # torch's own, in an environment without NumPy, whatever the command. Here and not in a function:
-# processes that a command starts import the script again.
+# processes that a command starts import the script again. (Those of `apex selftest` do not.)
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 

@@ -30,6 +30,7 @@ __all__ = ["LIMITS", "processes_for", "serially", "spread"]
 Begin = Callable[[int], None]  # called with the number of a check that begins
 Numbered = Generator[tuple[int, Result], None, None]  # results by the numbers of their checks
 
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch's own, where there is none
 MOST = 8  # processes
 GPU_BYTES = 2 * 2**30  # of a GPU for each: CUDA's context, and tensors of some hundred MB
 # Seconds for a check, by type of device. Triton's interpreter took 140 s for a training on a CPU
@@ -184,13 +185,16 @@ def _without_main() -> Iterator[None]:
     """Let a process start without importing the program's main module.
 
     No check is in it, and it cannot be imported where it is a REPL or standard input, or where it
-    calls this without asking for its ``__name__``.
+    calls this without asking for its ``__name__``. What the ``apex`` script does before it imports
+    torch, which is to ignore a warning, the process gets as its option ``-W``.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.warnoptions.append(NO_NUMPY)
     try:
         yield
     finally:
+        sys.warnoptions.remove(NO_NUMPY)
         sys.modules["__main__"] = main
 
 
