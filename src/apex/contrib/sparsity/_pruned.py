@@ -82,9 +82,10 @@ class PrunedModel:
         return dict(zip(halves, getattr(owner, "all_fp32_from_fp16_params", ()), strict=True))
 
     def state_of(self, tensor: torch.Tensor) -> Mapping[str, Any]:
-        """What the optimizer keeps for a tensor."""
-        found: Mapping[str, Any] = {}
-        return found if self.optimizer is None else self.optimizer.state.get(tensor, found)
+        """What the optimizer keeps for a tensor that it steps itself."""
+        # Under amp `state.get(weight)` is the entry of its master: what is done to a weight and its
+        # master would be done to that twice.
+        return {} if self.optimizer is None else dict.get(self.optimizer.state, tensor, {})
 
     def weights_and_copies(self) -> Iterator[tuple[PrunedWeight, list[torch.Tensor]]]:
         """Each weight, with all tensors that its value is computed from."""
