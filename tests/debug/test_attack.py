@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex import debug
+from apex import amp, debug
 from apex.cli import command_line as cli
 from apex.debug import reproduce
 from tests.debug.in_process import main
@@ -150,6 +150,21 @@ def test_a_learning_rate_of_inf_is_the_optimizers():
             optimizer.param_groups[0]["lr"] = float("inf")
         model(x).square().sum().backward()
         optimizer.step()
+        assert watch.explain().cause == "optimizer"
+
+
+def test_an_update_of_masters_is_the_optimizers():
+    """Its state is amp's: a weight finds its master's entry in it."""
+    model, x = nn.Linear(4, 4), torch.ones(3, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    with debug.watch(model, optimizer, on_fault="keep") as watch:
+        for rate in (0.01, float("inf"), 0.01):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            with amp.scale_loss(model(x).float().square().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
         assert watch.explain().cause == "optimizer"
 
 

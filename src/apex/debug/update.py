@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def update_again(
             if name not in ("step", "zero_grad", "_amp_stash"):
                 vars(other).setdefault(name, value)
         other.param_groups = [{**group, "params": [like]}]
-        other.state = type(optimizer.state)(dict)
+        other.state = defaultdict(dict)
         other.state[like] = copy.deepcopy(dict(state))
         trace = Trace({}, [(like.grad, ("gradient", "gradient"))])
         with torch.no_grad(), trace.running():
