@@ -159,7 +159,7 @@ def test_an_update_of_masters_is_the_optimizers():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     with debug.watch(model, optimizer, on_fault="keep") as watch:
-        for rate in (0.01, float("inf"), 0.01):
+        for rate in (0.01, float("inf"), float("inf")):
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
             with amp.scale_loss(model(x).float().square().sum(), optimizer) as scaled_loss:
