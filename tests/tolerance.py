@@ -264,6 +264,12 @@ PATCHED_NORM = 2.0**-7
 # A loss after two steps at O1, O2 and O5; see PATCHED_NORM. Largest seen: 3e-3.
 PATCHED_LOSS = 0.02
 
+# A model at O1 to the same one in float32: two layers are float16, a rounding of 2**-11 each, and
+# elements are below 1.
+POLICY_AT_O1 = 2e-3
+# e4m3 has three bits behind the point; numbers that it holds exactly but for the scale's rounding.
+EIGHT_BIT_FORMAT = 2.0**-8
+
 # Cosines of one product's gradients, computed in a pass and alone: the same kernels, on operands of
 # other strides at most. Float32's own error is 6e-8.
 COSINE = 1e-6

@@ -41,7 +41,7 @@ MOST_LOST = 10  # processes that end by themselves, after which the run ends
 
 
 def processes_for(device: torch.device) -> int:
-    """As many as there are cores, at most 8, and a GPU needs room for them."""
+    """One process for each core, at most 8, and at most one for each 2 GiB of the GPU's memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = min(cores or 1, MOST)
     if device.type == "cuda":

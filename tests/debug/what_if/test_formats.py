@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.debug.what_if.formats import FORMATS, InFormat, rounded
+from tests.tolerance import EIGHT_BIT_FORMAT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # target -> bits of the fraction, smallest exponent of a normal number, largest number, saturates
@@ -73,7 +74,7 @@ def test_8_bits_have_a_scale_for_each_tensor():
     x = tensor([1e-6, 2e-6, 448e-6])
     with InFormat(FORMATS["e4m3"]):
         y = F.linear(x, torch.eye(3, device="cpu", dtype=torch.float32))
-    torch.testing.assert_close(y, x, rtol=2**-8, atol=0.0)
+    torch.testing.assert_close(y, x, rtol=EIGHT_BIT_FORMAT, atol=0.0)
 
 
 def test_masks_biases_and_integers_are_left_as_they_are():
