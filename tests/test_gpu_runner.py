@@ -185,7 +185,7 @@ def test_a_part_gets_its_limit_or_what_all_have_left(left, limit, tmp_path, monk
     monkeypatch.setattr(tools.time, "monotonic", lambda: 100.0)
     tools.run_part(tools.Part(["x"], 60.0), tmp_path / "part.json", False, 100.0 + left)
     assert given == [limit]
-    assert tools.LIMITS == {"checks": 330.0, "times": 200.0, "thresholds": 120.0}
+    assert tools.LIMITS == {"checks": 330.0, "times": 200.0, "thresholds": 120.0, "tune": 540.0}
 
 
 # --- checks ---------------------------------------------------------------------------------------
