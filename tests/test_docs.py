@@ -165,7 +165,7 @@ def test_every_section_with_a_measured_number_says_where_it_is_from():
 
 def test_every_results_file_is_listed():
     listed = " ".join(sources().values())
-    files = [file.name for file in RESULTS.glob("*.json")]
+    files = [file.name for kind in ("*.json", "*.txt") for file in RESULTS.glob(kind)]
     assert files
     assert [name for name in files if f"({name})" not in listed] == []
 
