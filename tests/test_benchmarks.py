@@ -85,3 +85,17 @@ def test_the_spread_of_ratios_by_hand():
     assert turns.spread([2.0]) == (2.0,) * 5
     hundred = turns.spread(range(100))  # of 100 numbers the 41st and the 60th, which hold 95 %
     assert (hundred.low, hundred.high) == (40, 59)
+
+
+@pytest.mark.slow
+def test_bytes_of_compiled_code_are_counted_for_a_definition_that_slices(capsys):
+    """It takes 7 s: torch's compiler, twelve times. A fake GPU's `x[..., :n]` needs CUDA."""
+    pytest.importorskip("triton")
+    counting = importlib.import_module("benchmarks.compiled_bytes")
+    counting.main(["focal"])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [
+        [dtype, columns]
+        for dtype in ("bfloat16", "float16", "float32")
+        for columns in ("1024", "8192")
+    ]
