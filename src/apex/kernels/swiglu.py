@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv
 from apex.kernels._plans import Family
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
@@ -78,7 +77,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(gate)
     size = y.numel()
     family = _of_forward(gate.dtype, up.dtype)
-    family.launch((cdiv(size, BLOCK), 1, 1), (gate, up, y), (size,), size)
+    family.launch((-(-size // BLOCK), 1, 1), (gate, up, y), (size,), size)
     return y
 
 
@@ -90,5 +89,5 @@ def backward(
     dgate = torch.empty_like(gate) if needs[0] else None
     dup = torch.empty_like(up) if needs[1] else None
     family = _of_backward(gate.dtype, up.dtype, dy.dtype, *needs)
-    family.launch((cdiv(size, BLOCK), 1, 1), (dy, gate, up, dgate, dup), (size,), size)
+    family.launch((-(-size // BLOCK), 1, 1), (dy, gate, up, dgate, dup), (size,), size)
     return [dgate, dup]
