@@ -8,20 +8,21 @@ from apex.selftest.catalogue.ops import OPS
 from tests.gpu.worker import call
 from tests.kernels import planning
 
-# Frames of Python in files of apex, forward and backward. Norms, softmax and SwiGLU: of one launch
-# and of one or two. The others prepare tables, cast or sort besides.
+# Frames of Python in files of apex, forward and backward, with one of the catalogue's own in some.
+# Of group norm three are launches, and one asks how images lie in memory; of focal loss one checks
+# targets, on a CPU alone.
 FRAMES = {
-    "layer_norm": (8, 6),
-    "rms_norm": (8, 6),
-    "swiglu": (8, 6),
-    "masked_softmax": (9, 6),
-    "group_norm": (16, 12),
-    "cross_entropy": (15, 6),
-    "focal_loss": (20, 6),
-    "rotary": (13, 6),
-    "index_mul_2d": (16, 12),
+    "layer_norm": (8, 4),
+    "rms_norm": (8, 4),
+    "swiglu": (6, 3),
+    "masked_softmax": (8, 3),
+    "group_norm": (10, 5),
+    "cross_entropy": (8, 3),
+    "focal_loss": (9, 4),
+    "rotary": (8, 4),
+    "index_mul_2d": (7, 5),
 }
-ALL = {"layer_norm": (26, 40), "rms_norm": (26, 40)}  # those of torch and Triton, too
+ALL = (26, 40)  # those of torch and Triton, too; a launch here is three of the stand-in's
 
 pytestmark = pytest.mark.slow  # kernels are compiled half of the way
 
@@ -68,5 +69,5 @@ def test_frames():
         of_apex, of_all = zip(*counts, strict=True)
         base = name.split(",")[0]
         assert all(n <= most for n, most in zip(of_apex, FRAMES[base], strict=True)), (name, counts)
-        if base in ALL:
-            assert all(n <= most for n, most in zip(of_all, ALL[base], strict=True)), (name, counts)
+        allowed = ALL if base != "group_norm" else (26, 44)  # three launches
+        assert all(n <= most for n, most in zip(of_all, allowed, strict=True)), (name, counts)

@@ -110,7 +110,8 @@ def test_small_is_what_the_definition_computes():
     assert choose(few.tolist()) is UNSURE
     with torch.autocast("cpu", torch.bfloat16):
         assert choose(few) is UNSURE
-    torch.vmap(lambda x: x * (choose(x) is UNSURE or 1 / 0))(few)
+    torch.vmap(lambda x: x * (choose(x) is None or 1 / 0))(few)  # as without a transform
+    torch.vmap(lambda x: x * (choose(x) is UNSURE or 1 / 0))(many[None])
     torch.jit.trace(lambda x: x * (choose(x) is UNSURE or 1 / 0), (few,), check_trace=False)
     with _runtime.use("triton"):
         assert choose(few).__name__ == "apex.kernels.cross_entropy"

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv, empty, half, multiprocessors, power_of_2
+from apex.kernels._launching import cdiv, half, multiprocessors, power_of_2
 from apex.kernels._plans import Family
 from apex.kernels._settings import kept, setting
 
@@ -199,21 +199,20 @@ def _block(columns: int) -> int:
     return min(BLOCK, max(256, power_of_2(columns)))
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
 def forward(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous."""
     (rows, columns), smooth = logits.shape, smoothing != 0.0
-    logits, labels = _rows(logits), labels.contiguous()
-    losses, lse = empty(logits, rows), empty(logits, rows)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    labels = labels.contiguous()
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    lse = losses.new_empty(rows)
     processors = multiprocessors(logits.device)
     width, step, n_parts, height = _parts_of(rows, columns, processors, logits.dtype)
-    sums = (empty(logits, rows, n_parts), empty(logits, rows, n_parts))
-    centered = empty(logits, rows, n_parts) if smooth else sums[0]  # not written without smoothing
+    sums = (losses.new_empty(rows * n_parts), losses.new_empty(rows * n_parts))
+    centered = losses.new_empty(rows * n_parts) if smooth else sums[0]  # else it is not written
     lengths = 2 * logits.stride(0), 2 * columns
     kinds = (logits.dtype, labels.dtype, padding_idx, smooth)
     _of_sums(*kinds, *step).launch(
@@ -240,8 +239,11 @@ def backward(
 ) -> list[torch.Tensor]:
     """The gradient of the logits, written into ``out`` if given, which may be ``logits``."""
     rows, columns = logits.shape
-    out = torch.empty_like(logits) if out is None else out
-    logits, written = _rows(logits), _rows(out)
+    out = written = torch.empty_like(logits) if out is None else out
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    if written.stride(1) != 1:
+        written = written.contiguous()
     lengths = dy.stride(0), 2 * logits.stride(0), 2 * written.stride(0), 2 * columns
     kinds = (logits.dtype, dy.dtype, lse.dtype, labels.dtype, written.dtype, padding_idx)
     block, family = _of_backward(columns, *kinds)

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv, empty, half, power_of_2
+from apex.kernels._launching import cdiv, half, power_of_2
 from apex.kernels._plans import Family
 from apex.kernels._settings import kept, setting
 
@@ -312,10 +312,6 @@ class _Shape:
         self.joins = (power_of_2(min(self.parts, joined)), width)
 
 
-def _kinds(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
-    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-
-
 @kept
 def _of_forward(kinds: Any, silu: bool, tile: Any, joins: Any, warps: int) -> tuple[Family, ...]:
     """For images and weights of some dtypes: moments, statistics, result."""
@@ -339,11 +335,6 @@ def _of_backward(kinds: Any, silu: bool, tile: Any, joins: Any, warps: int) -> t
 _shapes = kept(_Shape, 256)  # sizes of images vary
 
 
-def _shape(of: str, x: torch.Tensor, groups: int) -> _Shape:
-    images, channels = x.shape[:2]
-    return _shapes(of, x.dtype, images, channels, x.numel() // (images * channels), groups)
-
-
 def tile_channels(channels: int) -> int:
     """Channels of a tile: as many as leave at most an eighth of the threads without work."""
     for block in (512, 256, 128, 64, 32):
@@ -360,13 +351,16 @@ def forward(
     Returns:
         ``y`` like ``x``, and float32 ``(images, groups, 2)``: mean and 1 / std.
     """
-    weight, bias = _contiguous(weight), _contiguous(bias)
-    shape = _shape("forward", x, groups)
-    y, stats = torch.empty_like(x), empty(x, x.shape[0], groups, 2)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    images, channels, *_ = x.shape
+    pixels = x.numel() // (images * channels)
+    shape = _shapes("forward", x.dtype, images, channels, pixels, groups)
+    y, stats = torch.empty_like(x), x.new_empty(images, groups, 2, dtype=torch.float32)
     rows, twice_channels, _, parts = shape.sizes
-    partial = empty(x, shape.images, parts, 2, x.shape[1])
+    partial = stats.new_empty(images * parts * 2 * channels)
     grid, sizes, step, tile = shape.grid, shape.sizes, shape.step, shape.tile
-    kinds = _kinds(x, weight, bias)
+    kinds = tuple([None if tensor is None else tensor.dtype for tensor in (x, weight, bias)])
     first, second, third = _of_forward(kinds, silu, tile, shape.joins, shape.warps)
     first.launch(grid, (x, partial), (rows, twice_channels, parts, step), *sizes, step)
     numbers = (*sizes, step)
@@ -380,29 +374,32 @@ def backward(
     stats: torch.Tensor, groups: int, eps: float, silu: bool,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias, as far as they are needed; ``dy`` may have any strides."""
-    kept, stats = (_contiguous(weight), _contiguous(bias)), stats.contiguous()
+    stats = stats.contiguous()
+    weights = (
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+    )
     if dy.stride() != x.stride():
         dy = dy.movedim(1, -1).contiguous()  # in memory like x
-    shape = _shape("backward", x, groups)
-    images, channels = shape.images, x.shape[1]
-    partial = empty(x, images, shape.parts, 2, channels)
-    sums, means = empty(x, images, 2, channels), empty(x, images, groups, 2)
-    kinds = _kinds(dy, x, *kept, stats)
+    images, channels, *_ = x.shape
+    pixels = x.numel() // (images * channels)
+    shape = _shapes("backward", x.dtype, images, channels, pixels, groups)
+    partial = x.new_empty(images * shape.parts * 2 * channels, dtype=torch.float32)
+    sums = partial.new_empty(images, 2, channels)
+    means = partial.new_empty(images * groups * 2)
+    tensors = (dy, x, *weights, stats)
+    kinds = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
     first, second, third = _of_backward(kinds, silu, shape.tile, shape.joins, shape.warps)
     grid, sizes, numbers = shape.grid, shape.sizes, (*shape.sizes, shape.step)
-    first.launch(grid, (dy, x, *kept, stats, partial), numbers, *numbers)
-    second.launch(shape.per_group, (partial, kept[0], sums, means), sizes, *sizes)
+    first.launch(grid, (*tensors, partial), numbers, *numbers)
+    second.launch(shape.per_group, (partial, weights[0], sums, means), sizes, *sizes)
     grads: list[torch.Tensor | None] = [None] * 3
     if needs[0]:
         grads[0] = torch.empty_like(x)
-        third.launch(grid, (dy, x, *kept, stats, means, grads[0]), numbers, *numbers)
+        third.launch(grid, (*tensors, means, grads[0]), numbers, *numbers)
     of_images = sums.sum(0) if any(needs[1:]) else None
     for place, (of, row) in enumerate(((weight, 1), (bias, 0)), 1):
         if of_images is not None and of is not None and needs[place]:
             # A copy: results of an operator may not share memory.
             grads[place] = of_images[row].to(of.dtype, copy=True)
     return grads
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -78,7 +78,7 @@ def forward(
     back: Any = False,
 ) -> torch.Tensor:
     """Rotate ``t``, of any strides, or the gradient ``t`` back."""
-    y = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    y = torch.empty_like(t, memory_format=torch.contiguous_format)
     t = t if t.stride(3) == 1 else t.contiguous()
     rows, columns, heads, channels = t.shape
     row, column, head, _ = t.stride()

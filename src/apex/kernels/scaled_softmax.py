@@ -176,7 +176,7 @@ def _readable(mask: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, list[int]]
 
 def forward(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor:
     """Compute the result, contiguous."""
-    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     *batch, queries, n_cols = x.shape
     n_rows, heads, strides = x.numel() // n_cols, 1, [0, 0, 0]
     if mask is not None:
@@ -200,7 +200,7 @@ def backward(
     ``out``, if given, is written, and may be ``dy``: a program reads each block of its own rows
     before it writes it.
     """
-    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if out is None else out
+    dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if out is None else out
     dy, y, queries, n_cols = dy.contiguous(), y.contiguous(), y.shape[-2], y.shape[-1]
     n_rows = y.numel() // n_cols
     rows, family = _of_backward(n_cols, y.dtype, dy.dtype, causal)

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv
 from apex.kernels._plans import Family
 from apex.kernels._settings import kept, setting
 
@@ -82,7 +81,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(gate)
     size = y.numel()
     block, family = _of_forward(gate.dtype, up.dtype)
-    family.launch((cdiv(size, block), 1, 1), (gate, up, y), (size,), size)
+    family.launch((-(-size // block), 1, 1), (gate, up, y), (size,), size)
     return y
 
 
@@ -94,5 +93,5 @@ def backward(
     dgate = torch.empty_like(gate) if needs[0] else None
     dup = torch.empty_like(up) if needs[1] else None
     block, family = _of_backward(gate.dtype, up.dtype, dy.dtype, *needs)
-    family.launch((cdiv(size, block), 1, 1), (dy, gate, up, dgate, dup), (size,), size)
+    family.launch((-(-size // block), 1, 1), (dy, gate, up, dgate, dup), (size,), size)
     return [dgate, dup]
