@@ -9,6 +9,7 @@ are sliced and joined by lists of the host, and numbers are arguments of a kerne
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -238,10 +239,15 @@ def as_vector(column: TensorList) -> torch.Tensor:
     it is a copy.
     """
     first, (addresses,) = column[0], addresses_of([column])
-    size = first.element_size()
-    if addresses == (*range(addresses[0], addresses[0] + len(column) * size, size),):
+    if _follow_each_other(addresses, first.element_size()):
         return first.as_strided((len(column),), (1,))
     return torch.stack(list(column))
+
+
+@functools.lru_cache(maxsize=64)
+def _follow_each_other(addresses: tuple[int, ...], size: int) -> bool:
+    """Whether elements of that size begin at these addresses without gaps; remembered."""
+    return addresses == (*range(addresses[0], addresses[0] + len(addresses) * size, size),)
 
 
 def joined(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
