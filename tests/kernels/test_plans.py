@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from apex.selftest.catalogue.ops import OPS
 from tests.gpu.worker import call
-from tests.kernels import planning
+from tests.kernels import list_planning, planning
 
 # Frames of Python in files of apex, forward and backward, with one of the catalogue's own in some.
 # Of group norm three are launches, and one asks how images lie in memory; of focal loss one checks
@@ -61,6 +61,31 @@ def test_plans_of_mixed_arguments_are_never_stale():
     wrong, planned = call(planning.of_mixed_arguments)
     assert not wrong
     assert planned >= 50
+
+
+def test_a_plan_of_a_launch_over_lists_is_never_stale():
+    """Over dtypes, addresses, kinds of scalars and numbers of 1, skipping, flags, sums, storage."""
+    assert call(list_planning.differing) == ([], set())
+
+
+def test_a_key_of_lists_without_one_of_its_parts_would_be_stale():
+    """The comparison finds it. Who draws numbers, or has codes, is known by other parts."""
+    found, parts = call(list_planning.parts_that_matter)
+    constants, seed = 1, 4
+    assert {*parts} - {*found} == {constants, seed}
+    wrong, _ = call(list_planning.differing_without_addresses)
+    assert wrong
+
+
+def test_launches_over_lists_that_are_left_to_the_jit():
+    found = call(list_planning.left_to_the_jit)
+    assert not found.pop("the same again")
+    assert all(found.values()), found
+
+
+def test_the_benchmark_counts_launches_by_plans_too():
+    pytest.importorskip("benchmarks.turns", reason="not in a checkout")
+    assert call(list_planning.counted_by_the_benchmark) == [[True, True]] * 3
 
 
 def test_frames():

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from apex.kernels._plans import Family
 
-# As the definition in plain PyTorch computes: multiplications and additions are not contracted.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Partial sums that are added at a time: 33 million elements, so that the largest embedding (2**30
 # elements, 131,072 partial sums) takes 32 steps that wait for each other. The same number for every
 # tensor, so that its sum does not depend on what else is in the list.
