@@ -167,6 +167,14 @@ def test_no_case_has_more_warps_than_amd_allows(name):
     assert found <= {"layer_norm", "rms_norm"}
 
 
+def test_every_launch_says_whether_products_and_sums_are_fused():
+    """Triton 3.10 turns fusion off where nothing is said, and bits depend on it."""
+    cases = list(finding.cases())
+    assert {case.kernel.__name__ for case in cases} >= {"list_kernel", "segment_kernel"}
+    silent = {case.kernel.__name__ for case in cases if "enable_fp_fusion" not in case.options}
+    assert silent == set()
+
+
 # --- defects that are planted ------------------------------------------------------------------
 
 NVIDIA = {
