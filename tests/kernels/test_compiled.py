@@ -120,6 +120,14 @@ def test_the_main_path_of_lists_is_128_bits_wide(hopper):
     assert adam[narrow] == ({"128": 5, "16": 8}, {"128": 5}, 22)
 
 
+def test_cross_entropy_reads_a_block_while_it_computes_the_one_before(hopper):
+    """Else a thread has one 128-bit load on its way, or waits for each block."""
+    lines = [line for line in hopper if line["kernel"] == "cross_entropy"]
+    found = {line["variant"]: (line["main_loads"], line["bytes_per_element"]) for line in lines}
+    assert found["sums bf16"] == found["sums bf16 smoothed"] == ({"128": 2 * 2}, 2)
+    assert found["sums fp32"] == ({"128": 2 * 4}, 4)
+
+
 def test_as_many_warps_of_a_norms_backward_are_resident_as_its_launch_assumes(hopper):
     lines = [line for line in hopper if line["variant"].startswith("backward")]
     lines = [line for line in lines if not {"wide", "odd"} & {*line["variant"].split()}]
