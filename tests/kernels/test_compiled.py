@@ -55,6 +55,7 @@ rare += ("not aligned", "whole", "64 columns", "fp32 64 channels", "bf16 1000 ch
 rare += ("odd 1 ", "1 columns", "1 channels", "add up odd", "stats odd", "losses odd", "wide odd")
 of_one = {
     "adam_eps_inside": ("bf16", "low bits"),
+    "novograd_inside": ("bf16", "low bits"),
     "rms_norm": ("fp32", "add up"),
     "scaled_softmax": ("forward 16384", "backward 8192"),
 }
