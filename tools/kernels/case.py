@@ -65,6 +65,8 @@ class CompiledCase:
         read: Part of what ``reads`` name that is read on the average: half of causal rows.
         computes: Why a kernel has more instructions than there is time for while memory moves its
             bytes; empty for one that has not.
+        repeated: Whether accesses of a tile stand in the code more than once: on two paths, or in
+            front of a loop and in it.
         divisible: Integer parameters that are multiples of 16. Pointers are always taken to be.
         options: Of the compiler.
         amd: Options that are others on AMD, where a warp has 64 lanes and a program 16 warps.
@@ -84,6 +86,7 @@ class CompiledCase:
     single: tuple[str, ...] = ()
     read: float = 1.0
     computes: str = ""
+    repeated: bool = False
     divisible: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=lambda: {"num_warps": 4})
     amd: Mapping[str, Any] = field(default_factory=dict)

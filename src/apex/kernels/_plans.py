@@ -56,7 +56,8 @@ class Family:
         self, kernel: Any, constants: Sequence[Any], num_warps: int = 4, fuse: bool = True
     ) -> None:
         self.kernel, self.constants = kernel, tuple(constants)
-        self.options = {"num_warps": num_warps} | ({} if fuse else {"enable_fp_fusion": False})
+        # Fusion is always named: Triton 3.10 changes its default, and bits depend on it.
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": fuse}
         self.plans: dict[Any, tuple[Any, ...]] = {}
 
     def launch(
