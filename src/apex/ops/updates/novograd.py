@@ -28,7 +28,6 @@ are those of NVIDIA Apex.
 
 from __future__ import annotations
 
-import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 from apex.ops.lists.tensor_lists import Scalar, TensorList, as_vector
 from apex.ops.lists.tensor_norms import max_norms, square_sums
 from apex.ops.updates import cpu_fused
-from apex.ops.updates.adam import Step, corrections, l2_and_decay
+from apex.ops.updates.adam import Step, corrections, l2_and_decay, unbiased
 
 UNSET = -1.0
 
@@ -117,8 +116,7 @@ class NovoGrad(NamedTuple):
 
     def scales(self, norms: torch.Tensor) -> torch.Tensor:
         """What the norms make of gradient or moment: they are divided by it."""
-        unbias2 = corrections(self)[1]
-        root = torch.sqrt(unbias2) if isinstance(unbias2, torch.Tensor) else math.sqrt(unbias2)
+        root = unbiased(self.beta2, self.step, root=True) if self.bias_correction else 1.0
         return norms * root + self.eps
 
 
