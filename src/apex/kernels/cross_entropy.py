@@ -147,18 +147,18 @@ def cross_entropy_backward(
 # -- launching -----------------------------------------------------------------------------------
 
 
-def _width(rows: int, columns: int, multiprocessors: int) -> int:
+def _width(rows: int, columns: int, multiprocessors: int, share: bool) -> int:
     """Columns of a row that one program takes: all, unless multiprocessors would be idle."""
     blocks = cdiv(columns, BLOCK)
-    if rows < multiprocessors:
+    if share and rows < multiprocessors:
         blocks = cdiv(blocks * rows, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
     return blocks * BLOCK
 
 
 @functools.lru_cache(maxsize=256)  # rows vary from batch to batch
-def _parts(rows: int, columns: int, multiprocessors: int) -> tuple[int, int, int, int]:
+def _parts(rows: int, columns: int, multiprocessors: int, share: bool) -> tuple[int, int, int, int]:
     """Columns of a program and of a step, programs of a row, and their next power of 2."""
-    width = _width(rows, columns, multiprocessors)
+    width = _width(rows, columns, multiprocessors, share)
     parts = cdiv(columns, width)
     return width, _block(columns), parts, power_of_2(parts)
 
@@ -191,13 +191,20 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous."""
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int,
+    *, share_rows: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous.
+
+    Several programs may share a row, if they are few and ``share_rows``; then its sums are added up
+    in another order.
+    """
     (rows, columns), smooth = logits.shape, smoothing != 0.0
     logits, labels = _rows(logits), labels.contiguous()
     losses, lse = empty(logits, rows), empty(logits, rows)
-    width, block, n_parts, height = _parts(rows, columns, multiprocessors(logits.device))
+    width, block, n_parts, height = _parts(
+        rows, columns, multiprocessors(logits.device), share_rows
+    )
     sums = (empty(logits, rows, n_parts), empty(logits, rows, n_parts))
     centered = empty(logits, rows, n_parts) if smooth else sums[0]  # not written without smoothing
     lengths = 2 * logits.stride(0), 2 * columns

@@ -28,7 +28,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.library import Library, register_autograd, register_fake, register_vmap
 
-from apex.ops import _runtime
+from apex.ops import _batch_invariance, _runtime
 from apex.ops._check import ArgumentError
 from apex.ops._thresholds import Threshold, threshold
 
@@ -102,7 +102,10 @@ class op:  # lower case, like torch.autocast: used as a function
         takes: Callable[[torch.Tensor], bool] = _any,
         compiles_to_operator: Callable[..., bool] = lambda *args: True,
     ) -> None:
+        self.schema = schema
         self.name, arguments, self.results = _parsed(schema)
+        #: The operation under `batch_invariant`, if that covers it and has been on; see `_by_row`.
+        self.by_row: op | None = None
         self.definition, self.gradient, self.pieces = definition, gradient, pieces
         self.allocate = allocate
         self.grads, self.autocast, self.contiguous = grads, autocast, contiguous
@@ -177,6 +180,7 @@ class op:  # lower case, like torch.autocast: used as a function
         if (
             torch.compiler.is_dynamo_compiling()
             or torch.compiler._is_compiling_flag  # torch.export without Dynamo
+            or (_batch_invariance.on and self.by_row is not None)
             or type(x) not in _runtime.PLAIN
             or torch._C._get_tracing_state() is not None  # sizes would be tensors
             or torch._C._is_any_autocast_enabled()
@@ -203,6 +207,8 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
+        if _batch_invariance.on and self.by_row is not None:
+            return self.by_row(*args)
         x = args[0]
         implementation = self.choose(x)
         if implementation is not UNSURE and self._are_plain(args):
