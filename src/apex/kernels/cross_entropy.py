@@ -147,7 +147,7 @@ def cross_entropy_backward(
 # -- launching -----------------------------------------------------------------------------------
 
 
-def _width(rows: int, columns: int, multiprocessors: int, share: bool) -> int:
+def _width(rows: int, columns: int, multiprocessors: int, share: bool = True) -> int:
     """Columns of a row that one program takes: all, unless multiprocessors would be idle."""
     blocks = cdiv(columns, BLOCK)
     if share and rows < multiprocessors:
