@@ -180,7 +180,7 @@ def test_how_many_programs_share_a_row(rows, columns, programs):
     """At most four a multiprocessor in all, of whole blocks each; one where all are busy."""
     from apex.kernels import cross_entropy as kernels
 
-    width = kernels._width(rows, columns, 132)
+    width = kernels._width(rows, columns, 132, kernels.BLOCK, kernels.PROGRAMS_PER_MULTIPROCESSOR)
     assert width % kernels.BLOCK == 0
     assert -(-columns // width) == programs
 

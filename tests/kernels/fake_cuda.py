@@ -249,7 +249,9 @@ def fake_cuda():
     devices, log = Devices(), Log()
     _no_guard()
     driver.set_active(Driver(devices, log))
-    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0, warp_size=32)
+    properties = SimpleNamespace(
+        name="card", multi_processor_count=132, major=9, minor=0, warp_size=32
+    )
     stand_ins = {
         "is_available": lambda: True,
         "device_count": lambda: 2,

@@ -56,8 +56,8 @@ def forward(columns=4096, dtype=torch.bfloat16):
     return line
 
 
-FORMULA = "row_norm_forward [512, 1, 1] [512, 8192] CENTERED=False ROWS=1 BLOCK=4096 num_warps=8"
-MEASURED = "row_norm_forward [256, 1, 1] [512, 8192] CENTERED=False ROWS=2 BLOCK=4096 num_warps=16"
+FORMULA = "row_norm_forward [512, 1, 1] [512, 8192] CENTERED=False ROWS=1 BLOCK=4096 num_warps=8 enable_fp_fusion=True"  # noqa: E501
+MEASURED = "row_norm_forward [256, 1, 1] [512, 8192] CENTERED=False ROWS=2 BLOCK=4096 num_warps=16 enable_fp_fusion=True"  # noqa: E501
 
 
 # -- without rows --------------------------------------------------------------------------------

@@ -164,24 +164,26 @@ def cross_entropy_backward(
 # -- launching -----------------------------------------------------------------------------------
 
 
-def _width(rows: int, columns: int, multiprocessors: int, block: int, programs: int) -> int:
+def _width(
+    rows: int, columns: int, multiprocessors: int, block: int, programs: int, share: bool = True
+) -> int:
     """Columns of a row that one program takes: all, unless multiprocessors would be idle."""
     unit = max(BLOCK, block)
     blocks = cdiv(columns, unit)
-    if rows < multiprocessors:
+    if share and rows < multiprocessors:
         blocks = cdiv(blocks * rows, programs * multiprocessors)
     return blocks * unit
 
 
 def _parts(
-    rows: int, columns: int, multiprocessors: int, dtype: torch.dtype
+    rows: int, columns: int, multiprocessors: int, dtype: torch.dtype, share: bool
 ) -> tuple[int, tuple[int, int], int, int]:
     """Columns of a program; those of a step, and warps; programs of a row, and a power of 2."""
     block, warps, programs = setting(
         "cross_entropy_forward", dtype, (columns,), elements=_block(columns), warps=WARPS,
         programs=PROGRAMS_PER_MULTIPROCESSOR,
     )  # fmt: skip
-    width = _width(rows, columns, multiprocessors, block, programs)
+    width = _width(rows, columns, multiprocessors, block, programs, share)
     parts = cdiv(columns, width)
     return width, (block, warps), parts, power_of_2(parts)
 
@@ -217,9 +219,14 @@ def _block(columns: int) -> int:
 
 
 def forward(
-    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous."""
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int,
+    *, share_rows: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous.
+
+    Several programs may share a row, if they are few and ``share_rows``; then its sums are added up
+    in another order.
+    """
     (rows, columns), smooth = logits.shape, smoothing != 0.0
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -227,7 +234,7 @@ def forward(
     losses = logits.new_empty(rows, dtype=torch.float32)
     lse = losses.new_empty(rows)
     processors = multiprocessors(logits.device)
-    width, step, n_parts, height = _parts_of(rows, columns, processors, logits.dtype)
+    width, step, n_parts, height = _parts_of(rows, columns, processors, logits.dtype, share_rows)
     sums = (losses.new_empty(rows * n_parts), losses.new_empty(rows * n_parts))
     centered = losses.new_empty(rows * n_parts) if smooth else sums[0]  # else it is not written
     lengths = 2 * logits.stride(0), 2 * columns

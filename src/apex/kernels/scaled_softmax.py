@@ -164,23 +164,33 @@ def _tile(op: str, n_cols: int, dtype: torch.dtype, widest: int) -> tuple[bool, 
     return True, elements // block, block, warps
 
 
-def _readable(mask: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, list[int]]:
-    """A mask as bytes, the columns of a row side by side, and twice its other three strides."""
+def _readable(
+    mask: torch.Tensor, n_cols: int, padded: bool = False
+) -> tuple[torch.Tensor, list[int]]:
+    """A mask as bytes, the columns of a row side by side, and twice its other three strides.
+
+    ``padded``: multiples of 16, like the 0 of dimensions that are shared, so that the kernel that
+    Triton makes, and its order of sums, does not depend on which are.
+    """
     if mask.shape[-1] != n_cols:
         mask = mask.expand(*mask.shape[:-1], n_cols)
     if mask.stride(-1) != 1:
         mask = mask.contiguous()
+    if padded and n_cols % 8:
+        mask = torch.nn.functional.pad(mask.view(torch.uint8), (0, -n_cols % 8))[..., :n_cols]
     strides = [0 if n == 1 else 2 * s for n, s in zip(mask.shape, mask.stride(), strict=True)][:-1]
     return mask.view(torch.uint8), [0] * (3 - len(strides)) + strides
 
 
-def forward(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor:
-    """Compute the result, contiguous."""
+def forward(
+    x: torch.Tensor, mask: Any, scale: float, causal: bool, *, pad_mask: bool = False
+) -> torch.Tensor:
+    """Compute the result, contiguous; ``pad_mask``: see `_readable`."""
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     *batch, queries, n_cols = x.shape
     n_rows, heads, strides = x.numel() // n_cols, 1, [0, 0, 0]
     if mask is not None:
-        mask, strides = _readable(mask, n_cols)
+        mask, strides = _readable(mask, n_cols, pad_mask)
         heads = batch[-1] if batch else 1
     rows, family = _of_forward(n_cols, x.dtype, mask is None, causal)
     family.launch(

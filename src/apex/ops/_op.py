@@ -30,7 +30,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.library import Library, register_autograd, register_fake, register_vmap
 
-from apex.ops import _runtime
+from apex.ops import _batch_invariance, _runtime
 from apex.ops._check import ArgumentError
 from apex.ops._thresholds import Threshold, threshold
 
@@ -107,7 +107,10 @@ class op:  # lower case, like torch.autocast: used as a function
         takes: tuple[Callable[[torch.Tensor], bool], int] = (lambda x: True, sys.maxsize),
         compiles_to_operator: Callable[..., bool] = lambda *args: True,
     ) -> None:
+        self.schema = schema
         self.name, arguments, self.results = _parsed(schema)
+        #: The operation under `batch_invariant`, if that covers it and has been on; see `_by_row`.
+        self.by_row: op | None = None
         self.definition, self.gradient, self.pieces = definition, gradient, pieces
         self.allocate = allocate
         self.grads, self.autocast, self.contiguous = grads, autocast, contiguous
@@ -190,6 +193,7 @@ class op:  # lower case, like torch.autocast: used as a function
         if (
             _compiler.is_dynamo_compiling()
             or _compiler._is_compiling_flag  # torch.export without Dynamo
+            or (_batch_invariance.on and self.by_row is not None)
             or type(x) not in _runtime.PLAIN
             or _autocasts()
         ):
@@ -220,6 +224,8 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
+        if _batch_invariance.on and self.by_row is not None:
+            return self.by_row(*args)
         x = args[0]
         implementation = self.choose(x)
         if implementation is not UNSURE and self._are_plain(args):

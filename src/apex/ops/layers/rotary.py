@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
+from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_tensors
 from apex.ops._dtypes import Optional, wide
 from apex.ops._op import UNSURE, op
@@ -102,6 +103,7 @@ OP = op(
     takes=(lambda t: t.shape[:2].numel() < 2**31, 2**31),  # programs are counted in 32 bits
     compiles_to_operator=lambda *args: False,
 )
+by_row(OP, reference)
 
 
 class Rotation(NamedTuple):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
+from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import WIDE, Optional, wide
 from apex.ops._op import UNSURE, call_on_device, op
@@ -146,6 +147,7 @@ OP = op(
     # The kernels count rows in 32 bits.
     takes=(lambda x: x.numel() < 2**30 * max(1, x.shape[-1]), 2**30),
 )
+by_row(OP, reference, pad_mask=True)
 
 
 def scaled_softmax(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_tensors, traced
 from apex.ops._dtypes import WIDE, Optional, wide
 from apex.ops._op import UNSURE, op
@@ -104,6 +105,7 @@ OP = op(
     pieces=SimpleNamespace(forward=_forward, backward=_backward, above=SMALL),
     contiguous=False,
 )
+by_row(OP, reference, share_rows=False)
 
 
 # What F.cross_entropy calls. torch's stub of it is wrong in a type.

@@ -13,13 +13,17 @@ Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4.
 
 # Annotations are no strings here: TorchScript would not find their names.
 
+import math
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
+from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
 from apex.ops._op import UNSURE, op
@@ -70,6 +74,29 @@ MEMORY_EFFICIENT = op(
     allocate=row_norm_pieces.allocate,
     pieces=row_norm_pieces,
     autocast="half",
+)
+
+
+def _invariant(x: torch.Tensor, weight: Optional, bias: Optional, *rest: Any) -> torch.Tensor:
+    """The definition, of a row that is alone as well as of one among others.
+
+    Torch splits a sum to a single number over its threads, from 32,768 numbers on.
+    """
+    if not rest[2] and x.numel() == math.prod(rest[0]):
+        rows = torch.cat([x.reshape(1, *rest[0]), x.detach().reshape(1, *rest[0])])
+        return _definition(rows, weight, bias, *rest)[0].view(x.shape)
+    return _definition(x, weight, bias, *rest)
+
+
+by_row(OP, _invariant)
+by_row(
+    MEMORY_EFFICIENT,
+    _invariant,
+    pieces=SimpleNamespace(
+        forward=partial(row_norm_pieces.forward, by_row=True),
+        backward=partial(row_norm_pieces.backward, by_row=True),
+        above=0,
+    ),
 )
 
 
