@@ -13,7 +13,7 @@ from tests.test_dev import ROOT, SCRIPT
 
 tools = pytest.importorskip("tools.gpu.__main__", reason="not in a checkout")
 
-from tests.waits import no_waits  # noqa: E402  after the check that there are tools
+from apex.selftest.gpu import waits_refused  # noqa: E402  after the check that there are tools
 from tools.gpu import checking, part, stand_ins, thresholds, times  # noqa: E402
 from tools.gpu.rows import NOT_DRY, RIGHT, UNSTEADY, WRONG, Rows  # noqa: E402
 
@@ -185,7 +185,7 @@ def test_a_part_gets_its_limit_or_what_all_have_left(left, limit, tmp_path, monk
     monkeypatch.setattr(tools.time, "monotonic", lambda: 100.0)
     tools.run_part(tools.Part(["x"], 60.0), tmp_path / "part.json", False, 100.0 + left)
     assert given == [limit]
-    assert tools.LIMITS == {"checks": 330.0, "times": 200.0, "thresholds": 120.0}
+    assert tools.LIMITS == {"checks": 330.0, "times": 240.0, "thresholds": 120.0, "tune": 540.0}
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -245,8 +245,9 @@ def test_a_capture_of_the_stand_in_computes_nothing_and_replays_do():
 def test_the_stand_in_refuses_waits_until_the_mode_is_given_back(monkeypatch):
     for name in ("set_sync_debug_mode", "get_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, getattr(stand_ins, name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     x = torch.ones(2)
-    with pytest.raises(RuntimeError, match="waits for the device"), no_waits():
+    with pytest.raises(RuntimeError, match="waits for the device"), waits_refused():
         (x * 2).sum().item()
     assert x.sum().item() == 2.0
     assert torch.cuda.get_sync_debug_mode() == 0
@@ -321,3 +322,19 @@ def test_a_measured_row_has_what_the_table_of_thresholds_needs():
     assert row["derived"] is None
     assert row.keys() == next(iter(thresholds.load_table().values())).keys()
     assert thresholds.timed_operations().keys() == thresholds.load_table().keys()
+
+
+def test_anchors_are_timed_beside_torch_and_compile(monkeypatch):
+    """At the sizes of `apex bench kernels`; their tensors are made when a group begins."""
+    monkeypatch.setattr(checking, "DRY", False)
+    found = times.anchors()
+    assert [name.removeprefix("anchor, ") for name in found] == [
+        "rms_norm, middle, 4096 x 4096",
+        "rms_norm, wide, 2048 x 32768",
+        "layer_norm, wide, 2048 x 32768",
+        "group_norm, SiLU, middle, 4 x 256 x 128 x 128",
+        "group_norm, SiLU, wide, 16 x 256 x 128 x 128",
+    ]
+    for rows, _ in found.values():
+        assert [row.name for row in rows] == ["torch", "torch.compile", "apex"]
+        assert [row.over for row in rows] == [None, "torch", "torch"]

@@ -7,6 +7,7 @@ all others. If the two differ by more than 10 %, the rows of the group are marke
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -23,6 +24,8 @@ from apex import amp, optimizers
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
+from apex.selftest.catalogue.entry import IMAGES, MATRICES, Op
+from apex.selftest.catalogue.ops import OPS
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from benchmarks.turns import ratio, take_turns
 from tools.gpu import checking
@@ -437,6 +440,52 @@ def ops() -> dict[str, tuple[list[Row], Clock]]:
     return found
 
 
+# What tuned kernels are judged by, bfloat16; sizes are those of `apex bench kernels`.
+ANCHORS = (
+    ("rms_norm", "middle", (20, 96)),
+    ("rms_norm", "wide", (2, 8200)),
+    ("layer_norm", "wide", (2, 8200)),
+    ("group_norm, SiLU", "middle", (2, 32, 6, 4)),
+    ("group_norm, SiLU", "wide", (2, 32, 6, 4)),
+)
+
+
+def anchors() -> dict[str, tuple[list[Row], Clock]]:
+    """Kernels, at any preference, beside torch and torch.compile: forward and backward."""
+    found: dict[str, tuple[list[Row], Clock]] = {}
+    for name, of, small in ANCHORS:
+        op = next(op for op in OPS if op.name == name)
+        sizes = MATRICES if op.layout == torch.contiguous_format else IMAGES
+        (shape,) = [small] if checking.DRY else sizes[of](True)
+        size = " x ".join(map(str, shape))
+        rows = [
+            Row("torch", partial(_beside, op, shape, op.theirs)),
+            Row("torch.compile", partial(_beside, op, shape, None), "torch"),
+            Row("apex", partial(_beside, op, shape, op.ours), "torch"),
+        ]
+        found[f"anchor, {name}, {of}, {size}"] = (rows, Clock(20, 7))
+    return found
+
+
+def _beside(op: Op, shape: tuple[int, ...], function: Callable[..., Tensor] | None) -> Work:
+    """Work of a function, or of torch's compiled; tensors are made when the group begins."""
+    if function is None:
+        if checking.DRY:
+            raise checking.NotDry("nothing is compiled")
+        torch._dynamo.reset()  # a shape of its own, not one of changing sizes
+        function = torch.compile(op.theirs, dynamic=False)
+    leaves, rest = op.inputs(shape, BF16, DEVICE)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    upstream = torch.ones_like(function(*leaves, *rest))
+    kernels = function is op.ours and not checking.DRY
+
+    def work() -> object:
+        with _runtime.use("triton") if kernels else contextlib.nullcontext():
+            return torch.autograd.grad(function(*leaves, *rest), leaves, upstream)
+
+    return work
+
+
 # --- the host -------------------------------------------------------------------------------------
 
 
@@ -548,5 +597,6 @@ GROUPS: dict[str, Callable[[], dict[str, tuple[list[Row], Clock]]]] = {
     "captured": captured,
     "lists": lists,
     "ops": ops,
+    "anchors": anchors,
     "host": host,
 }

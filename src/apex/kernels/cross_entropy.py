@@ -12,7 +12,6 @@ address: such a row's loss and gradients are nan.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import triton.language as tl
 
 from apex.kernels._launching import cdiv, empty, half, multiprocessors, power_of_2
 from apex.kernels._plans import Family
+from apex.kernels._settings import kept, setting
 
 # Elements per step: two 128-bit loads of 16-bit logits for each of 256 threads, and few enough
 # values in registers (16 a thread) that eight programs fit a multiprocessor; half of those are
@@ -147,41 +147,54 @@ def cross_entropy_backward(
 # -- launching -----------------------------------------------------------------------------------
 
 
-def _width(rows: int, columns: int, multiprocessors: int) -> int:
+def _width(rows: int, columns: int, multiprocessors: int, block: int, programs: int) -> int:
     """Columns of a row that one program takes: all, unless multiprocessors would be idle."""
-    blocks = cdiv(columns, BLOCK)
+    unit = max(BLOCK, block)
+    blocks = cdiv(columns, unit)
     if rows < multiprocessors:
-        blocks = cdiv(blocks * rows, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
-    return blocks * BLOCK
+        blocks = cdiv(blocks * rows, programs * multiprocessors)
+    return blocks * unit
 
 
-@functools.lru_cache(maxsize=256)  # rows vary from batch to batch
-def _parts(rows: int, columns: int, multiprocessors: int) -> tuple[int, int, int, int]:
-    """Columns of a program and of a step, programs of a row, and their next power of 2."""
-    width = _width(rows, columns, multiprocessors)
+def _parts(
+    rows: int, columns: int, multiprocessors: int, dtype: torch.dtype
+) -> tuple[int, tuple[int, int], int, int]:
+    """Columns of a program; those of a step, and warps; programs of a row, and a power of 2."""
+    block, warps, programs = setting(
+        "cross_entropy_forward", dtype, (columns,), elements=_block(columns), warps=WARPS,
+        programs=PROGRAMS_PER_MULTIPROCESSOR,
+    )  # fmt: skip
+    width = _width(rows, columns, multiprocessors, block, programs)
     parts = cdiv(columns, width)
-    return width, _block(columns), parts, power_of_2(parts)
+    return width, (block, warps), parts, power_of_2(parts)
+
+
+_parts_of = kept(_parts, 256)  # rows vary from batch to batch
 
 
 # Launches without fusion: products and sums are rounded as PyTorch's.
-@functools.cache
-def _of_sums(dtype: Any, labels: Any, padding_idx: int, smooth: bool, block: int) -> Family:
-    return Family(cross_entropy_sums, (smooth, block, LANE), WARPS, fuse=False)
+@kept
+def _of_sums(
+    dtype: Any, labels: Any, padding_idx: int, smooth: bool, block: int, warps: int
+) -> Family:
+    return Family(cross_entropy_sums, (smooth, block, LANE), warps, fuse=False)
 
 
-@functools.cache
+@kept
 def _of_losses(dtype: Any, labels: Any, padding_idx: int, smooth: bool, height: int) -> Family:
     return Family(cross_entropy_losses, (smooth, height), 1, fuse=False)
 
 
-@functools.cache
+@kept
 def _of_backward(
-    dy: Any, dtype: Any, lse: Any, labels: Any, out: Any, padding_idx: int, block: int
-) -> Family:
-    return Family(cross_entropy_backward, (block,), WARPS, fuse=False)
+    columns: int, dtype: Any, dy: Any, lse: Any, labels: Any, out: Any, padding_idx: int
+) -> tuple[int, Family]:
+    block, warps = setting(
+        "cross_entropy_backward", dtype, (columns,), elements=_block(columns), warps=WARPS
+    )
+    return block, Family(cross_entropy_backward, (block,), warps, fuse=False)
 
 
-@functools.cache
 def _block(columns: int) -> int:
     return min(BLOCK, max(256, power_of_2(columns)))
 
@@ -197,12 +210,13 @@ def forward(
     (rows, columns), smooth = logits.shape, smoothing != 0.0
     logits, labels = _rows(logits), labels.contiguous()
     losses, lse = empty(logits, rows), empty(logits, rows)
-    width, block, n_parts, height = _parts(rows, columns, multiprocessors(logits.device))
+    processors = multiprocessors(logits.device)
+    width, step, n_parts, height = _parts_of(rows, columns, processors, logits.dtype)
     sums = (empty(logits, rows, n_parts), empty(logits, rows, n_parts))
     centered = empty(logits, rows, n_parts) if smooth else sums[0]  # not written without smoothing
     lengths = 2 * logits.stride(0), 2 * columns
     kinds = (logits.dtype, labels.dtype, padding_idx, smooth)
-    _of_sums(*kinds, block).launch(
+    _of_sums(*kinds, *step).launch(
         (rows, n_parts, 1), (logits, logits, labels, *sums, centered),
         (*lengths, width, padding_idx), *lengths, width,
     )  # fmt: skip
@@ -226,12 +240,12 @@ def backward(
 ) -> list[torch.Tensor]:
     """The gradient of the logits, written into ``out`` if given, which may be ``logits``."""
     rows, columns = logits.shape
-    block = _block(columns)
     out = torch.empty_like(logits) if out is None else out
     logits, written = _rows(logits), _rows(out)
     lengths = dy.stride(0), 2 * logits.stride(0), 2 * written.stride(0), 2 * columns
-    kinds = (dy.dtype, logits.dtype, lse.dtype, labels.dtype, written.dtype, padding_idx)
-    _of_backward(*kinds, block).launch(
+    kinds = (logits.dtype, dy.dtype, lse.dtype, labels.dtype, written.dtype, padding_idx)
+    block, family = _of_backward(columns, *kinds)
+    family.launch(
         (rows, -(-columns // block), 1),
         (dy, logits, lse.contiguous(), labels.contiguous(), written),
         (*lengths, float(smoothing), padding_idx), *lengths,
