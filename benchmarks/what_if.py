@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.debug import what_if
-from apex.debug.what_if.formats import FORMATS, InFormat
+from apex.debug.what_if.formats import FORMATS, InFormat, Rounding
 
-FIRST_SEED = 200
+FIRST_SEED = 300
 BATCHES = 8
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -377,7 +377,7 @@ def _trained(task: Any, seed: int, form: str | None, scale: float) -> float:
         if form is None:
             loss = task.loss(model, batch)
         else:
-            with InFormat(FORMATS[form], scale):
+            with InFormat(Rounding(FORMATS[form], scale)):
                 loss = task.loss(model, batch)
         loss.backward()
         if all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):

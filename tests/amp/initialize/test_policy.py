@@ -163,6 +163,16 @@ def test_what_initialize_refuses(modules, match):
     assert {p.dtype for p in model.parameters()} == {torch.float32}  # nothing was changed
 
 
+def test_a_buffer_of_two_modules_cannot_be_kept_and_cast():
+    """It was cast with the other module, and the kept one computed with 16 bits of it."""
+    model = Net()
+    table = torch.ones(8, device="cpu", dtype=torch.float32)
+    model.a.register_buffer("table", table)
+    model.c.register_buffer("table", table)
+    with pytest.raises(ValueError, match="'a', which shares a weight or a buffer with 'c.table'"):
+        made("O2", model, policy(torch.float16, a="float32"))
+
+
 FILES = {
     "no JSON": ("{", "is not JSON"),
     "another version": ('{"apex_precision_policy": 2}', "=2; this apex reads 1"),

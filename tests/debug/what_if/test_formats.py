@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apex.debug.what_if.formats import FORMATS, InFormat, rounded
+from apex.debug.what_if.formats import FORMATS, InFormat, Rounding, rounded
 from tests.tolerance import EIGHT_BIT_FORMAT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -49,7 +49,7 @@ def tensor(numbers):
 
 def test_operands_results_and_gradients_are_rounded_and_the_sum_is_in_float32():
     x, w = tensor([[1 + 2**-9, 1.0]]), tensor([[1.0, 2**-8], [0.0, 1.0]])
-    with InFormat(FORMATS["bfloat16"]):
+    with InFormat(Rounding(FORMATS["bfloat16"])):
         y = F.linear(x, w)
     # 1 + 2**-9 becomes 1, and 1 + 2**-8, a tie, is computed exactly and then rounded to 1
     assert y.tolist() == [[1.0, 1.0]]
@@ -63,7 +63,7 @@ def test_the_loss_scale_keeps_small_gradients():
     lost, kept = tensor([1.0]), tensor([1.0])
     gradient = tensor([2.0**-30]).detach()
     for x, scale in ((lost, 1.0), (kept, 2.0**16)):
-        with InFormat(FORMATS["float16"], scale):
+        with InFormat(Rounding(FORMATS["float16"], scale)):
             y = F.linear(x, tensor([[1.0]]))
         y.backward(gradient)
     assert lost.grad.tolist() == [0.0]
@@ -72,7 +72,7 @@ def test_the_loss_scale_keeps_small_gradients():
 
 def test_8_bits_have_a_scale_for_each_tensor():
     x = tensor([1e-6, 2e-6, 448e-6])
-    with InFormat(FORMATS["e4m3"]):
+    with InFormat(Rounding(FORMATS["e4m3"])):
         y = F.linear(x, torch.eye(3, device="cpu", dtype=torch.float32))
     torch.testing.assert_close(y, x, rtol=EIGHT_BIT_FORMAT, atol=0.0)
 
@@ -80,7 +80,7 @@ def test_8_bits_have_a_scale_for_each_tensor():
 def test_masks_biases_and_integers_are_left_as_they_are():
     q = torch.randn(1, 2, 4, device="cpu", dtype=torch.float32)
     mask = torch.tensor([[0.0, -math.inf], [0.0, 0.0]], device="cpu", dtype=torch.float32)
-    with InFormat(FORMATS["e4m3"]):
+    with InFormat(Rounding(FORMATS["e4m3"])):
         assert torch.isfinite(F.scaled_dot_product_attention(q, q, q, mask)).all()
         assert torch.isfinite(F.scaled_dot_product_attention(q, q, q, attn_mask=mask)).all()
         table = torch.eye(3, device="cpu", dtype=torch.float32)
@@ -92,6 +92,6 @@ def test_masks_biases_and_integers_are_left_as_they_are():
 
 def test_only_the_chosen_products_compute_in_the_format():
     x = tensor([1 + 2**-9])
-    with InFormat(FORMATS["bfloat16"], chosen={1}):
+    with InFormat(Rounding(FORMATS["bfloat16"]), chosen={1}):
         found = [F.linear(x, tensor([[1.0]])).item() for _ in range(3)]
     assert found == [1 + 2**-9, 1.0, 1 + 2**-9]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apex.debug import what_if
-from apex.debug.what_if.tracing import ProductCall
+from apex.debug.what_if.tracing import EXACT, ProductCall
 from tests.tolerance import COSINE
 
 ON = {"device": "cpu", "dtype": torch.float32}
@@ -107,8 +107,12 @@ def test_a_later_batch_that_asks_for_a_smaller_scale_judges_the_others_again():
     result = what_if(model, lambda m, b: (m(x) * b).sum(), factors, formats=["float16"])
     assert result.ranges.scale == 2.0**15
     worst = result.layers[0].verdicts["float16"]
-    assert (worst.state, worst.batch, worst.score.result) == ("not safe", 0, "weight gradient")
-    assert result.ranges.small == [(1, 1)] * 7 + [(0, 1)]
+    assert (worst.state, worst.score.batch, worst.score.result) == (
+        "not safe",
+        0,
+        "weight gradient",
+    )
+    assert result.ranges.small == (7, 8)
 
 
 def _penalised(model, batch):
@@ -133,7 +137,7 @@ def test_gradients_that_the_program_differentiates_or_changes(of, monkeypatch):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
     result = what_if(model, of, batches())
     assert found(result, "safe")["bfloat16"] == ["0", "1"]
-    monkeypatch.setattr(ProductCall, "exact", lambda piece: piece.run(None))
+    monkeypatch.setattr(ProductCall, "exact", lambda piece: piece.run(EXACT))
     alone = what_if(model, of, batches())
     for one, other in zip(result.layers, alone.layers, strict=True):
         for form, verdict in one.verdicts.items():
@@ -361,6 +365,10 @@ REFUSED = {
     "autocast": ((network(), _under_autocast, batches()), {}, ValueError, "bfloat16 already"),
     "inf": ((network(), _infinite, batches()), {}, ValueError, "not finite in float32"),
     "format": ((network(), loss, []), {"formats": ["fp8"]}, ValueError, "allowed: .'float16'"),
+    "closure": (
+        (network(), loss, batches()), {"optimizer": torch.optim.LBFGS(network().parameters())},
+        TypeError, "a step of LBFGS needs a closure",
+    ),
     "optimizer": (
         (network(), loss, batches()), {"optimizer": torch.optim.SGD(network().parameters(), 0.1)},
         TypeError, "SGD cannot be made again",
@@ -407,7 +415,15 @@ class Own(nn.Module):
         return self.product(x, self.weight)
 
 
-@pytest.mark.parametrize("product", [torch.linalg.matmul, lambda x, w: w.__rmatmul__(x)])
+OTHER_NAMES = {
+    "linalg": torch.linalg.matmul,
+    "reversed": lambda x, w: w.__rmatmul__(x),
+    "in place": lambda x, w: torch.zeros(4, 8, **ON).addmm_(x, w),
+    "an overload": torch.ops.aten.mm.default,
+}
+
+
+@pytest.mark.parametrize("product", OTHER_NAMES.values(), ids=OTHER_NAMES)
 def test_products_by_their_other_names_are_judged(product):
     listed = [torch.full((4, 8), 100.0) for _ in range(8)]
     result = what_if(Own(product), lambda m, x: m(x).mean(), listed, formats=["float16"])
@@ -434,3 +450,36 @@ def test_an_optimizer_with_frozen_weights_is_made_again():
     listed = [torch.randn(4, 8) for _ in range(8)]
     result = what_if(model, lambda m, x: m(x).square().mean(), listed, optimizer=optimizer)
     assert result.optimizer == "SGD"
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        (torch.cdist, "cdist"),
+        (
+            lambda x, w: torch.mm(x.detach(), w.detach(), out=torch.empty(4, 8, **ON)) + w[0],
+            "mm(out=)",
+        ),
+    ],
+)
+def test_products_that_are_not_judged_are_counted(product, name):
+    torch.manual_seed(0)
+    listed = [torch.randn(4, 8, **ON) for _ in range(8)]
+    result = what_if(Own(product), lambda m, x: m(x).mean(), listed, formats=["bfloat16"])
+    assert result.others == {name: 8}
+    assert result.answer.startswith("bfloat16 is safe where products were seen.")
+    assert result.reasons().endswith(f"Products that are not judged: {name} (8 calls).")
+
+
+def test_weights_that_a_forward_writes_are_rounded_anew():
+    """e4m3 keeps rounded weights between batches; a write through ``.data`` has no version."""
+
+    class Written(nn.Linear):
+        def forward(self, x):
+            self.weight.data.copy_(x[:8, :8])
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    listed = [torch.randn(8, 8, **ON) for _ in range(8)]
+    result = what_if(Written(8, 8), lambda m, x: m(x).square().mean(), listed, formats=["e4m3"])
+    assert found(result, "safe") == {"e4m3": [""]}

@@ -115,11 +115,11 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
                 f"amp.initialize: the policy names {name!r}, a TorchScript module, which takes no "
                 "hooks. Name a module around it, or pass the module before torch.jit.script."
             )
-        shared = policies.shared_weight(model, known[name])
+        shared = policies.shared_tensor(model, known[name])
         if shared is not None:
             raise ValueError(
-                f"amp.initialize: the policy names {name!r}, which shares a weight with "
-                f"'{shared}': one weight cannot be kept in float32 and cast as well. Leave "
+                f"amp.initialize: the policy names {name!r}, which shares a weight or a buffer "
+                f"with '{shared}': one tensor cannot be kept in float32 and cast as well. Leave "
                 f"{name!r} out of the policy, or name a module that has both."
             )
     _refuse_two_types(model, {name: allowed[entries[name]] for name in entries})

@@ -10,8 +10,8 @@ mathematics (a bias before a norm) they are noise in any format.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,8 +19,15 @@ import torch
 
 from apex.debug.calls import random_states, set_random_states, version_of
 from apex.debug.tensors import tensors_of
-from apex.debug.what_if.formats import Format
-from apex.debug.what_if.tracing import ProductCall, ProductTrace, Results, largest
+from apex.debug.what_if.formats import Format, Rounding
+from apex.debug.what_if.tracing import (
+    RESULT,
+    GradientSizes,
+    ProductCall,
+    ProductTrace,
+    Results,
+    largest,
+)
 
 LARGEST, LARGEST_SCALE = torch.finfo(torch.float16).max, 2.0**24  # amp's own limit
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -33,6 +40,7 @@ class Score(NamedTuple):
     Attributes:
         cosine: To the result in float32; -1 where it is not finite.
         result: Which: "result", "input gradient" or "weight gradient".
+        batch: The number of the batch.
         inf: Share of its values that are not finite in the format.
         zero: Share that became zero.
         subnormal: Share that has less precision, because it is below the normal numbers.
@@ -40,6 +48,7 @@ class Score(NamedTuple):
 
     cosine: float
     result: str
+    batch: int
     inf: float
     zero: float
     subnormal: float
@@ -49,35 +58,45 @@ class Ranges:
     """Largest magnitudes of the passes in float32, by the ids of modules.
 
     Attributes:
-        products: Results of a module's own products; ``operands`` what these multiply.
+        products: Results of a module's own products; ``operands`` what these multiply, where that
+            or the result is beyond a format.
         outputs: What a module call gave.
         gradient: Of the gradients of products and of parameters; ``loss`` of the losses.
-        small: Of the gradients of products, how many are smaller than what float16 can hold at the
-            loss scale, and how many there are; of each batch.
+        small: How many gradients of products become zero in float16 at the loss scale, of how many.
     """
 
     def __init__(self) -> None:
         self.products, self.operands, self.outputs = (defaultdict[int, float](float) for _ in "123")
         self.gradient = self.loss = 0.0
-        self.small: list[tuple[int, int]] = []
+        self.small = (0, 0)
 
     def note(self, trace: ProductTrace, gradients: Gradients) -> None:
         """Add a pass, and the gradients of its parameters."""
-        sizes = [largest(one) for one in gradients if one is not None]
         noted = [(self.outputs, key, [size]) for key, size in trace.outputs]
-        for piece in trace.pieces:
-            noted.append((self.products, id(piece.owner), piece.results))
-            noted.append((self.operands, id(piece.owner), piece.operands))
-            sizes += map(largest, piece.gradients.values())
+        noted += [(self.products, id(one.owner), one.results) for one in trace.pieces]
         for table, key, found in noted:
             table[key] = max(table[key], *map(float, found), 0.0)
-        self.loss = max(self.loss, abs(trace.loss))
-        self.gradient = max(self.gradient, *map(float, sizes), 0.0)
-        if not math.isfinite(sum(map(float, sizes), trace.loss)):
+        inside = [one for piece in trace.pieces for one in piece.gradients.values()]
+        self.note_gradients(map(largest, inside), gradients, trace.loss)
+
+    def note_gradients(
+        self, sizes: Iterable[torch.Tensor], gradients: Gradients, loss: float
+    ) -> None:
+        """Add the largest gradients of products, the gradients of parameters, and the loss."""
+        numbers = [*map(float, sizes), *(float(largest(x)) for x in gradients if x is not None)]
+        if not math.isfinite(sum(numbers, loss)):
             raise ValueError(
                 "apex.debug.what_if: the loss or a gradient is not finite in float32; "
                 "apex.debug.watch and apex debug SCRIPT find the cause"
             )
+        self.loss, self.gradient = max(self.loss, abs(loss)), max(self.gradient, *numbers, 0.0)
+
+    def note_small(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Add the gradients of a product."""
+        for one in gradients:
+            kept = torch.count_nonzero(one.abs() > 2.0**-25 / self.scale)
+            lost = int(torch.count_nonzero(one) - kept)
+            self.small = (self.small[0] + lost, self.small[1] + one.numel())
 
     @property
     def scale(self) -> float:
@@ -86,26 +105,16 @@ class Ranges:
         return float(min(2.0**exponent, LARGEST_SCALE))
 
 
-def _worst(exact: Results, found: Results, form: Format, scale: float) -> Score:
-    """The result in a format, under a loss scale, that is least like the one in float32."""
-    near = {key: cosine(exact[key], found[key]) for key in exact}
-    key = min(near, key=lambda one: -2.0 if math.isnan(near[one]) else near[one])  # NaN: not finite
-    return compared(key[0], near[key], exact[key], found[key], form, scale)
-
-
-def compared(kind: str, near: float, exact: Any, found: Any, form: Format, scale: float) -> Score:
-    """How near a tensor ``found``, computed in a format under a loss scale, is to ``exact``."""
-    factor = scale if form.result == torch.float16 and kind != "result" else 1.0
-    normal = found.abs() >= torch.finfo(form.result).tiny / factor
-    inf = 0 if math.isfinite(near) else int(torch.count_nonzero(~torch.isfinite(found)))
-    counts = [int(torch.count_nonzero(one)) for one in (exact, found, normal)]
-    numbers = (inf, max(counts[0] - counts[1], 0), max(counts[1] - counts[2] - inf, 0))
-    shares = [one / max(exact.numel(), 1) for one in numbers]
-    return Score(-1.0 if inf else near, kind, *shares)
+def shares(exact: torch.Tensor, found: torch.Tensor, smallest: float) -> list[float]:
+    """Which shares of ``found`` are not finite, became zero, and are below normal numbers."""
+    bad = 0 if math.isfinite(found.sum()) else torch.count_nonzero(~found.isfinite())
+    before, after, below = map(torch.count_nonzero, (exact, found, found.abs() < smallest))
+    counts = (bad, before - after, below + after - found.numel())
+    return [max(int(one), 0) / max(found.numel(), 1) for one in counts]
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The cosine between two tensors; 1 if both are zero, 0 if one is; NaN if not finite."""
+    """The cosine between two tensors; 1 if both are zero, 0 if one is; -1 if not finite."""
     a, b = a.flatten(), b.flatten()
     sizes = float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b))
     if not all(1e-15 < one < 1e15 for one in sizes):  # their squares are beyond float32
@@ -113,55 +122,59 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
         sizes = float(a.norm()), float(b.norm())
     if 0.0 in sizes:
         return float(sizes[0] == sizes[1])
-    return float(a @ b) / sizes[0] / sizes[1]
+    found = float(a @ b) / sizes[0] / sizes[1]
+    return -1.0 if math.isnan(found) else found
 
 
 class Study:
     """The passes over the batches.
 
     Attributes:
-        scores: Of each format, of each batch, by the ids of modules.
+        scores: Of each format, by the ids of modules.
         ranges: See :class:`Ranges`.
-        trace: Of the last batch: what belongs to which module.
+        attentions: The ids of the modules that are judged as one attention.
         called: The ids of the modules that were called for every batch.
         readers: Of each parameter, by id, the ids of the modules that multiplied with it.
         reached: The ids of the parameters that had a gradient.
+        others: How often products were called that are not judged, by name.
     """
 
     def __init__(
         self, model: torch.nn.Module, loss: Loss, batches: Sequence[Any], forms: Sequence[Format]
     ) -> None:
         self.model, self.loss, self.batches, self.forms = model, loss, batches, forms
-        self.random = random_states()
+        self.random, self.ranges = random_states(), Ranges()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.ranges, self.trace, self.reached = Ranges(), ProductTrace(), set[int]()
-        self.called: set[int] = set()
+        self.called = {id(one) for one in model.modules()}
+        self.attentions, self.reached, self.others = set[int](), set[int](), Counter[str]()
         self.readers: dict[int, set[int]] = defaultdict(set)
-        self.scores: dict[str, list[dict[int, Score]]] = {form.name: [] for form in forms}
+        self.scores: dict[str, dict[int, Score]] = {form.name: {} for form in forms}
 
     def run(self, after: Callable[[Gradients], None]) -> None:
         """Look at every batch; ``after`` gets the gradients of the parameters of each."""
-        scales, halves = [], [form for form in self.forms if form.name == "float16"]
+        if "float16" in self.scores:  # first its loss scale
+            for number in range(len(self.batches)):
+                sizes = GradientSizes()
+                trace, gradients = self.passed(number, sizes)
+                self.ranges.note_gradients(sizes.found, gradients, trace.loss)
+        roundings = [Rounding(form, self.ranges.scale) for form in self.forms]
         for number in range(len(self.batches)):
-            self.trace, gradients = self.passed(number)
-            self.called = self.called & self.trace.called if number else self.trace.called
-            for key, owners in self.trace.readers.items():
-                self.readers[key] |= owners
-            self.ranges.note(self.trace, gradients)
-            scales.append(self.ranges.scale)
-            if halves:
-                self.ranges.small.append(_too_small(self.trace.pieces, self.ranges.scale))
-            both = zip(self.parameters, gradients, strict=True)
-            self.reached |= {id(weight) for weight, one in both if one is not None}
+            trace, gradients = self.passed(number)
+            self._note(trace, gradients)
+            self._judge(number, trace, roundings)
+            del trace  # it keeps all activations
             after(gradients)
-            for form, scores in self._judged(self.forms):
-                self.scores[form].append(scores)
-        for number, scale in enumerate(scales):
-            if halves and scale != self.ranges.scale:  # a later batch asked for a smaller one
-                self.trace, _ = self.passed(number)
-                self.ranges.small[number] = _too_small(self.trace.pieces, self.ranges.scale)
-                for form, scores in self._judged(halves):
-                    self.scores[form][number] = scores
+
+    def _note(self, trace: ProductTrace, gradients: Gradients) -> None:
+        """Add what a pass tells to what is known of all."""
+        self.called &= trace.called
+        self.others += trace.others
+        self.attentions |= {id(one.owner) for one in trace.pieces if one.is_part}
+        for key, owners in trace.readers.items():
+            self.readers[key] |= owners
+        both = zip(self.parameters, gradients, strict=True)
+        self.reached |= {id(weight) for weight, one in both if one is not None}
+        self.ranges.note(trace, gradients)
 
     def passed(self, number: int, context: Any = None) -> tuple[ProductTrace, Gradients]:
         """One pass over a batch, noted or in a context; and the gradients of the parameters."""
@@ -184,16 +197,28 @@ class Study:
         found = torch.autograd.grad(loss.reshape(()), self.parameters, allow_unused=True)
         return [None if one is None else one.to_dense() for one in found]
 
-    def _judged(self, forms: Sequence[Format]) -> list[tuple[str, dict[int, Score]]]:
-        found: dict[str, dict[int, Score]] = {form.name: {} for form in forms}
-        scale = self.ranges.scale
-        for piece in [one for one in self.trace.pieces if not one.is_part]:
-            exact, key = piece.exact(), id(piece.owner)
-            for form in forms:
-                worst = _worst(exact, piece.run(form, scale), form, scale)
-                before = found[form.name].get(key, worst)
-                found[form.name][key] = min(worst, before, key=lambda one: one.cosine)
-        return list(found.items())
+    def _judge(self, number: int, trace: ProductTrace, roundings: Sequence[Rounding]) -> None:
+        """Compare each layer's results in the formats, and keep the worst."""
+        for piece in [one for one in trace.pieces if not one.is_part]:
+            exact = piece.exact()
+            for rounding in roundings:
+                self._compare(number, piece, exact, rounding)
+            if "float16" in self.scores:
+                self.ranges.note_small(piece.gradients.values())
+
+    def _compare(self, number: int, piece: ProductCall, exact: Results, rounding: Rounding) -> None:
+        found, form, owner = piece.run(rounding), rounding.form, id(piece.owner)
+        near = {key: cosine(exact[key], found[key]) for key in exact}
+        key = min(near, key=near.__getitem__)
+        before = self.scores[form.name].get(owner)
+        if before is None or near[key] < before.cosine:
+            smallest = torch.finfo(form.result).tiny
+            smallest /= 1.0 if key[0] == RESULT else rounding.scale
+            numbers = shares(exact[key], found[key], smallest)
+            self.scores[form.name][owner] = Score(near[key], key[0], number, *numbers)
+        if near[key] == -1.0:
+            sizes = map(float, piece.sizes())
+            self.ranges.operands[owner] = max(self.ranges.operands[owner], *sizes, 0.0)
 
 
 @contextmanager
@@ -209,10 +234,3 @@ def _given_back(batch: Any) -> Iterator[None]:
         for x, value, version in given:
             if version_of(x) != version:
                 x.data.copy_(value)
-
-
-def _too_small(pieces: Sequence[ProductCall], scale: float) -> tuple[int, int]:
-    """How many gradients of products become zero in float16 at a loss scale, of how many."""
-    sizes = [one.abs() for piece in pieces if not piece.is_part for one in piece.gradients.values()]
-    lost = [torch.count_nonzero((one <= 2.0**-25 / scale) & (one > 0)) for one in sizes]
-    return sum(map(int, lost)), sum(one.numel() for one in sizes)

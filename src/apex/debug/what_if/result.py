@@ -33,12 +33,14 @@ class WhatIf:
         lost: Of each 16-bit type the share of updates that weights in it would lose.
         large: Modules that give what float16 cannot hold, with the largest magnitude.
         unseen: Modules with a weight matrix of which no product, or no gradient, was seen.
+        others: How often products were called that are not judged (``cdist``), by name.
     """
 
     def __init__(self, study: Study, updates: Updates) -> None:
         self.model, self.batches = type(study.model).__name__, len(study.batches)
         self.formats = [form.name for form in study.forms]
         self.layers, self.unseen = verdicts.layers_of(study), verdicts.unseen(study)
+        self.others = study.others
         self.ranges, self.optimizer, self.lost = study.ranges, updates.name, updates.lost()
         names = {id(one): name or self.model for name, one in named_modules(study.model)}
         sizes = study.ranges.outputs.items()
@@ -55,13 +57,13 @@ class WhatIf:
         if self.batches < ENOUGH:
             text = f"Not decided: {self.batches} batches were seen, and {ENOUGH} are needed."
             return f"{text} {scale}." if "float16" in self.formats else text
-        parts = []
+        parts, is_part = [], bool(self.unseen or self.others)
         if "bfloat16" in self.formats:
-            everywhere = "is safe where products were seen" if self.unseen else "everywhere is safe"
+            everywhere = "is safe where products were seen" if is_part else "everywhere is safe"
             parts.append(f"bfloat16 {self._needs('bfloat16') or everywhere}.")
         if "float16" in self.formats:
             needs = self._needs("float16").removeprefix("needs ")
-            safe = f"every layer {'that was seen ' if self.unseen else ''}is safe then"
+            safe = f"every layer {'that was seen ' if is_part else ''}is safe then"
             parts.append(f"{scale}{f' and {needs}' if needs else f'; {safe}'}.")
         if "float16" in self.formats and self.large:
             name, size = max(self.large.items(), key=lambda item: item[1])
@@ -110,11 +112,14 @@ class WhatIf:
         sizes = f"product {product:.2g}, output {output:.2g}, gradient {ranges.gradient:.2g}"
         lines.append(f"Largest: {sizes}, loss {ranges.loss:.3g}.")
         if "float16" in self.formats:
-            lost, total = map(sum, zip(*self.ranges.small, strict=True))
+            lost, total = ranges.small
             share = f"{lost / max(total, 1):.2%} of the gradients of products become zero"
-            lines.append(f"In float16, at a loss scale of {self.ranges.scale:g}, {share}.")
+            lines.append(f"In float16, at a loss scale of {ranges.scale:g}, {share}.")
         if self.unseen:
             lines.append(f"Not seen: products or gradients of weights of {', '.join(self.unseen)}.")
+        if self.others:
+            counts = ", ".join(f"{name} ({count} calls)" for name, count in self.others.items())
+            lines.append(f"Products that are not judged: {counts}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -173,7 +178,7 @@ def _names(layers: Sequence[Layer]) -> str:
 
 def _reason(layer: Layer, form: str) -> str:
     v = layer.verdicts[form]
-    text = f"{form}, {layer.name or layer.kind}: {v.state}, {v.why} (batch {v.batch})."
+    text = f"{form}, {layer.name or layer.kind}: {v.state}, {v.why} (batch {v.score.batch})."
     if form in layer.whole:
         exact, loss, middle = layer.whole[form]
         text += f" Alone in {form}: loss {exact:.4g} -> {loss:.4g}"

@@ -7,20 +7,20 @@ values) are one attention: it runs again as a whole, from the module's inputs to
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from apex.debug import calls
 from apex.debug.tensors import HALVES, tensors_of
 from apex.debug.what_if import formats
-from apex.debug.what_if.formats import Format, floating, is_bias
+from apex.debug.what_if.formats import FLOAT32, InFormat, Rounding, floating, is_bias
 
 
 def largest(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,14 +29,8 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Results = dict[tuple[str, int], torch.Tensor]  # by kind and place
-
-
-def _leaf(leaf: Any, *, copied: bool = False) -> Any:
-    """A tensor where a backward ends; a parameter is one itself, and no pass writes it."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
-        return leaf
-    one = leaf.detach().clone() if copied else leaf.detach()
-    return one.requires_grad_(leaf.requires_grad)
+RESULT, INPUT, WEIGHT = "result", "input gradient", "weight gradient"
+EXACT = Rounding(FLOAT32)
 
 
 class _Watched(torch.autograd.Function):
@@ -62,93 +56,125 @@ class ProductCall:
     Attributes:
         owner: The module it belongs to.
         chosen: Of an attention the numbers of its products in the module call.
+        parameters: Those among its arguments.
         gradients: Of its floating outputs, by their place.
         results: The largest magnitudes of these outputs.
-        operands: The largest magnitudes of what goes in.
         is_part: Whether it is judged as a part of an attention.
     """
 
     def __init__(self, owner: Any, call: Any, args: Any, kwargs: Any, chosen: Any = None) -> None:
         self.owner, self.call, self.chosen, self.is_part = owner, call, chosen, False
-        leaves, self.spec = tree_flatten((args, kwargs))
-        ids = formats.operands(call, args, kwargs)
-        self.leaves = [(_leaf(leaf, copied=True), id(leaf) in ids) for leaf in leaves]
-        self.operands = [largest(leaf) for leaf in leaves if id(leaf) in ids]
-        self.results, self.random = list[torch.Tensor](), calls.random_states()
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._places = formats.operands(call, args, kwargs, leaves)
+        self.parameters = [one for one in leaves if isinstance(one, torch.nn.Parameter)]
+        self._leaves = [_kept(one) for one in leaves]
+        compared = [n for n in self._places if leaves[n].requires_grad and not is_bias(leaves[n])]
+        weights = {id(one) for one in self.parameters}
+        self._wanted = {n: WEIGHT if id(leaves[n]) in weights else INPUT for n in compared}
+        self.results, self._random = list[torch.Tensor](), calls.random_states()
         self.gradients, self._seen = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         self._outputs, self._is_exact = list[torch.Tensor](), False
 
     def compute(self, args: Any, kwargs: Any) -> Any:
         """Call the product in the pass; note what it gives and the gradients of operands."""
-        leaves, wanted = tree_flatten((args, kwargs))[0], self._wanted([x for x, _ in self.leaves])
-        self._is_exact = len({id(leaves[place]) for place in wanted}) == len(wanted)
-        for place in wanted:
+        leaves = tree_flatten((args, kwargs))[0]
+        self._is_exact = len({id(leaves[place]) for place in self._wanted}) == len(self._wanted)
+        for place in self._wanted:
             leaves[place] = _watched(leaves[place], self._seen, place)
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = tree_unflatten(leaves, self._spec)
         output = self.call(*args, **kwargs)
         self._outputs = [one.detach() for one in floating(output)]
-        # The program gets copies: it may write them (ReLU), and hooks on a written view never run.
-        output = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, output)
+        output = _copied(output)
         self.watch(output)
         return output
 
-    def _wanted(self, leaves: Sequence[Any]) -> list[int]:
-        """The places of the operands whose gradients are compared."""
-        both = enumerate(zip(leaves, self.leaves, strict=True))
-        return [n for n, (x, (_, is_in)) in both if is_in and x.requires_grad and not is_bias(x)]
-
     def watch(self, output: Any) -> None:
-        """Keep the gradients that will reach the outputs, and how large the outputs are."""
-        for place, one in enumerate(floating(output)):
-            self.results.append(largest(one))
-            if one.grad_fn is not None:  # its hooks see what the program's hooks on tensors give
-                one.grad_fn.register_prehook(partial(self._keep, place, one.output_nr))
+        """Keep how large the outputs are, and the gradients that will reach them."""
+        self.results = [largest(one) for one in floating(output)]
+        _on_gradients(output, self._keep)
 
-    def _keep(self, place: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _keep(self, place: int, gradient: torch.Tensor) -> None:
         # The second backward of a gradient penalty reaches operands by other ways as well.
         self._is_exact &= not torch.is_grad_enabled()
-        if (gradient := gradients[number]) is not None:
-            self.gradients[place] = gradient
+        self.gradients[place] = gradient.detach()
 
     def exact(self) -> Results:
         """What :meth:`run` gives in float32: of one product what the pass computed."""
         if not self._is_exact:
-            return self.run(None)
-        found: Results = {("result", place): one for place, one in enumerate(self._outputs)}
-        for place, gradient in self._seen.items():
-            found[_kind(self.leaves[place][0]), place] = gradient.to_dense()
-        return found
+            return self.run(EXACT)
+        found: Results = {(RESULT, place): one for place, one in enumerate(self._outputs)}
+        return found | {(self._wanted[n], n): one.to_dense() for n, one in self._seen.items()}
 
-    def run(self, form: Format | None, scale: float = 1.0) -> Results:
-        """Its results, the gradients of its inputs and of its weight matrices."""
-        leaves = [_leaf(leaf) for leaf, _ in self.leaves]
-        wanted = {place: leaves[place] for place in self._wanted(leaves)}
+    def run(self, rounding: Rounding) -> Results:
+        """Its results, the gradients of its inputs and of its weight matrices, in a format.
+
+        Of an attention the products inside are rounded, and not what comes in and goes out.
+        """
+        calls.set_random_states(self._random)  # dropout drops the same in every run
+        border = rounding if self.chosen is None else EXACT
+        leaves = [*self._leaves]
+        for place in self._places:
+            leaves[place] = border.operand(leaves[place]).detach()
+        wanted = {(kind, n): leaves[n].requires_grad_() for n, kind in self._wanted.items()}
         if self.chosen is not None:  # each matrix sees another path through the attention
             own = [one for one in self.owner.parameters() if one.requires_grad and not is_bias(one)]
-            wanted |= dict(enumerate(own, len(leaves)))
-        calls.set_random_states(self.random)  # dropout drops the same in every run
-        if form is not None and self.chosen is None:
-            given = [is_in for _, is_in in self.leaves]
-            output = formats.product(form, scale, self.call, leaves, self.spec, given)
-        else:
-            args, kwargs = tree_unflatten(leaves, self.spec)
-            with nullcontext() if form is None else formats.InFormat(form, scale, self.chosen):
-                output = self.call(*args, **kwargs)
-        outputs = floating(output)
-        found: Results = {("result", place): one.detach() for place, one in enumerate(outputs)}
-        places = [place for place in self.gradients if outputs[place].requires_grad]
-        if not wanted or not places:
-            return found
-        ends, seeds = zip(*((outputs[p], self.gradients[p]) for p in places), strict=True)
-        gradients = torch.autograd.grad(ends, [*wanted.values()], seeds, allow_unused=True)
-        for (place, one), gradient in zip(wanted.items(), gradients, strict=True):
-            if gradient is not None:
-                found[_kind(one), place] = gradient.to_dense()
+            wanted |= {(WEIGHT, -n): one for n, one in enumerate(own, 1)}
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with nullcontext() if self.chosen is None else InFormat(rounding, self.chosen):
+            outputs = floating(self.call(*args, **kwargs))
+        found = {(RESULT, n): border.result(x.detach()) for n, x in enumerate(outputs)}
+        ends = [n for n in self.gradients if outputs[n].requires_grad]
+        if wanted and ends:
+            seeds = [border.result_gradient(self.gradients[n]) for n in ends]
+            every, given = [*wanted.values()], [outputs[n] for n in ends]
+            gradients = torch.autograd.grad(given, every, seeds, allow_unused=True)
+            both = zip(wanted, gradients, strict=True)
+            found |= {key: border.operand_gradient(one) for key, one in both if one is not None}
         return found
 
+    def sizes(self) -> list[torch.Tensor]:
+        """The largest magnitudes of what goes in."""
+        return [largest(self._leaves[place]) for place in self._places]
 
-def _kind(leaf: Any) -> str:
-    return f"{'weight' if isinstance(leaf, torch.nn.Parameter) else 'input'} gradient"
+
+def _copied(output: Any) -> Any:
+    """For the program, which may write it (ReLU): hooks on a view that is written never run."""
+    return tree_map_only(torch.Tensor, torch.clone, output)
+
+
+def _on_gradients(output: Any, hook: Callable[[int, torch.Tensor], None]) -> None:
+    """Call ``hook`` with the place and the gradient of each floating output, in each backward."""
+
+    def found(place: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        if (gradient := gradients[number]) is not None:
+            hook(place, gradient)
+
+    for place, one in enumerate(floating(output)):
+        if one.grad_fn is not None:  # its hooks see what the program's hooks on tensors give
+            one.grad_fn.register_prehook(partial(found, place, one.output_nr))
+
+
+class GradientSizes(TorchFunctionMode):
+    """Context that keeps in ``found`` the largest magnitudes of the gradients of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``, and watch what it gives if it is a product."""
+        product = formats.product_of(func, kwargs or {})
+        output = func(*args, **(kwargs or {}))
+        output = _copied(output) if product is func else output
+        if product is not None:
+            _on_gradients(output, lambda _, gradient: self.found.append(largest(gradient)))
+        return output
+
+
+def _kept(leaf: Any) -> Any:
+    """A copy of a tensor, since the program may write it; a parameter is one itself."""
+    is_one = isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+    return leaf.detach().clone() if is_one else leaf
 
 
 class Frame(NamedTuple):
@@ -174,6 +200,7 @@ class ProductTrace(TorchFunctionMode):
         outputs: The largest magnitudes that module calls gave, by the ids of the modules.
         called: The ids of the modules that were called.
         readers: Of each parameter, by id, the ids of the modules that multiplied with it.
+        others: How often products were called that are not judged, by name.
         loss: Of the batch.
     """
 
@@ -184,8 +211,9 @@ class ProductTrace(TorchFunctionMode):
         self.outputs: list[tuple[int, torch.Tensor]] = []
         self.called: set[int] = set()
         self.readers: dict[int, set[int]] = defaultdict(set)
+        self.others = Counter[str]()
         self.loss, self._count = 0.0, 0
-        self._frames: list[Frame] = []
+        self._frames = [Frame(None, ((), {}), 0, [], {})]
 
     @contextmanager
     def of(self, model: torch.nn.Module) -> Iterator[None]:
@@ -206,24 +234,28 @@ class ProductTrace(TorchFunctionMode):
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         frame = self._frames.pop()
-        self.outputs += [(id(module), largest(one)) for one in floating(output)]
-        if len(frame.free) > 1 and frame.versions == _versions(frame.given):
-            for part in frame.free.values():
-                part.is_part = True
-            chosen = {number - frame.start for number in frame.free}
-            self.pieces.append(ProductCall(module, module, *frame.given, chosen))
-            self.pieces[-1].watch(output)
+        with torch._C.DisableTorchFunction():  # hooks run in this context, 3.5 us a call
+            self.outputs += [(id(module), largest(one)) for one in floating(output)]
+            if len(frame.free) > 1 and frame.versions == _versions(frame.given):
+                for part in frame.free.values():
+                    part.is_part = True
+                chosen = {number - frame.start for number in frame.free}
+                self.pieces.append(ProductCall(module, module, *frame.given, chosen))
+                self.pieces[-1].watch(output)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``, and note it if it is a product."""
-        if formats.is_product(func, kwargs or {}):
-            return self._noted(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if (product := formats.product_of(func, kwargs)) is not None:
+            output = self._noted(product, args, kwargs)
+            return output if product is func else args[0].copy_(output)
+        if name := formats.not_judged(func, kwargs):
+            self.others[name] += 1
+        return func(*args, **kwargs)
 
     def _noted(self, function: Any, args: Any, kwargs: Any) -> Any:
-        frame = self._frames[-1] if self._frames else Frame(None, ((), {}), 0, [], {})
-        owner = frame.module
-        piece, number = ProductCall(owner, function, args, kwargs), self._count
+        frame, number = self._frames[-1], self._count
+        piece, owner = ProductCall(frame.module, function, args, kwargs), id(frame.module)
         output = piece.compute(args, kwargs)
         for one in tensors_of(output):
             if one.dtype in HALVES:
@@ -231,16 +263,16 @@ class ProductTrace(TorchFunctionMode):
                     f"apex.debug.what_if: {function.__name__} computed in {one.dtype} already; "
                     "call it before amp.initialize, and with a loss without torch.autocast"
                 )
-        parameters = [p for p in tensors_of((args, kwargs)) if isinstance(p, torch.nn.Parameter)]
-        for parameter in parameters:
-            self.readers[id(parameter)].add(id(owner))
-        if not parameters:
+        for parameter in piece.parameters:
+            self.readers[id(parameter)].add(owner)
+        if not piece.parameters:
             frame.free[number] = piece
-        self.numbers[id(owner)].add(number)
+        self.numbers[owner].add(number)
         self.pieces.append(piece)
         self._count += 1
         return output
 
 
 def _versions(given: Any) -> list[int]:
-    return list(map(calls.version_of, tensors_of(given)))
+    with torch._C.DisableTorchFunction():
+        return list(map(calls.version_of, tensors_of(given)))

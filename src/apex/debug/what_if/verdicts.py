@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from apex import _precision_policy as policies
-from apex.debug.what_if.formats import Format, InFormat
+from apex.debug.what_if.formats import Format, InFormat, Rounding
 from apex.debug.what_if.judging import Score, Study, cosine
 
 SAFE, LOOK, NOT_SAFE, NOT_DECIDED = "safe", "look", "not safe", "not decided"
@@ -22,13 +22,11 @@ class LayerVerdict(NamedTuple):
     Attributes:
         state: One of "safe", "look", "not safe" and "not decided".
         score: The worst of all batches.
-        batch: The number of that batch.
         why: The reason, where it is not safe or to be looked at.
     """
 
     state: str
     score: Score
-    batch: int
     why: str
 
     @property
@@ -58,34 +56,31 @@ class Layer(NamedTuple):
 
 def layers_of(study: Study) -> list[Layer]:
     """The layers in the order of the model, with their verdicts."""
-    known = {key for scores in study.scores.values() for one in scores for key in one}
+    known = {key for scores in study.scores.values() for key in scores}
+    keep = policies.keepers(study.model, study.called, study.readers)
     found: list[Layer] = []
     for name, module in (*policies.named_modules(study.model), (OUTSIDE, None)):
         if id(module) in known:
             known.discard(id(module))
             verdicts = {form.name: _verdict(study, id(module), form) for form in study.forms}
-            inner = "" if module is None else name
-            keep = policies.innermost(study.model, inner, study.called, study.readers)
             kind = "function" if module is None else type(module).__name__
-            found.append(Layer(name, kind, keep, verdicts, {}))
+            found.append(Layer(name, kind, keep.get(name), verdicts, {}))
     if any(verdict.why for layer in found for verdict in layer.verdicts.values()):
         _try_whole(study, found)
     return found
 
 
 def _verdict(study: Study, key: int, form: Format) -> LayerVerdict:
-    scores = [(one[key], b) for b, one in enumerate(study.scores[form.name]) if key in one]
-    score, batch = min(scores, key=lambda pair: pair[0].cosine)
+    score = study.scores[form.name][key]
     state = SAFE if score.cosine >= form.safe else LOOK if score.cosine >= form.look else NOT_SAFE
     state = NOT_DECIDED if len(study.batches) < ENOUGH else state
     why = _why(study, key, form, score) if state in (LOOK, NOT_SAFE) else ""
-    return LayerVerdict(state, score, batch, why)
+    return LayerVerdict(state, score, why)
 
 
 def _why(study: Study, key: int, form: Format, score: Score) -> str:
     ranges = study.ranges
-    is_attention = any(id(one.owner) == key and one.is_part for one in study.trace.pieces)
-    result = "scores reach" if is_attention else "result reaches"
+    result = "scores reach" if key in study.attentions else "result reaches"
     for what, sizes in ((result, ranges.products), ("input or weight reaches", ranges.operands)):
         if score.inf and sizes[key] > (largest := torch.finfo(form.result).max):
             return f"its {what} {sizes[key]:.2g}, {form.name} ends at {largest:g}"
@@ -113,7 +108,8 @@ def _try_whole(study: Study, layers: list[Layer]) -> None:
         suspects.sort(key=lambda one: one.verdicts[form.name].score.cosine)
         for layer in suspects[:SUSPECTS]:
             numbers = trace.numbers[ids.get(layer.name, id(None))]
-            found, gradients = study.passed(0, InFormat(form, study.ranges.scale, numbers))
+            rounding = Rounding(form, study.ranges.scale)
+            found, gradients = study.passed(0, InFormat(rounding, numbers))
             both = zip(exact, gradients, strict=True)
             pairs = [(a, b) for a, b in both if a is not None and b is not None and a.dim() > 1]
             middle = statistics.median([cosine(a, b) for a, b in pairs] or [1.0])
