@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp, optimizers
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
 from apex.transformer.functional import fused_apply_rotary_pos_emb
@@ -370,6 +370,8 @@ def lists() -> dict[str, tuple[list[Row], Clock]]:
     for name, shapes in _lists().items():
         found[f"step, {name}"] = (_steps(shapes), Clock(10, 7))
         found[f"lists, {name}"] = (_functions(shapes), Clock(10, 7))
+    found["Muon, 48 matrices"] = (_muons(), Clock(10, 7))
+    found["Muon, 48 matrices, host"] = (_muons(), Clock(10, 7, host=True))
     return found
 
 
@@ -423,6 +425,65 @@ def _rotary(length: int, heads: int) -> list[Row]:
     return [Row(name, _both_ways(theirs, t)), Row("rotary", _both_ways(ours, t), name)]
 
 
+def _linear_losses(rows: int, features: int, classes: int) -> list[Row]:
+    """The ways of `linear_cross_entropy`, beside torch's with all logits; made when they run."""
+    labels = torch.randint(1, classes, (rows,), device=DEVICE)
+
+    def torchs(x: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), labels)
+
+    def made(run: Callable[..., Tensor]) -> Callable[[], Work]:
+        def build() -> Work:
+            x = torch.randn(rows, features, device=DEVICE, dtype=BF16)
+            weight = torch.randn(classes, features, device=DEVICE, dtype=BF16) * 0.02
+            return _both_ways(run, x, weight)()
+
+        return build
+
+    def compiled() -> Work:
+        if checking.DRY:
+            raise checking.NotDry("nothing is compiled")
+        return made(torch.compile(torchs))()
+
+    def ours(**options: Any) -> Callable[[], Work]:
+        return made(lambda x, weight: linear_cross_entropy(x, weight, labels, **options))
+
+    name = "torch, all logits"
+    return [
+        Row(name, made(torchs)),
+        Row("torch.compile", compiled, name),
+        Row("linear_cross_entropy", ours(), name),
+        Row("compact", ours(acc_policy="compact"), "linear_cross_entropy"),
+        Row(
+            "compact, float32 sum", ours(acc_policy="compact", acc_dtype=F32),
+            "linear_cross_entropy",
+        ),
+    ]  # fmt: skip
+
+
+def _muons() -> list[Row]:
+    """Steps of 48 matrices of width 768, those of a transformer of twelve layers."""
+    width, layers = (8, 1) if checking.DRY else (768, 12)
+    shapes = [(width, width)] * 2 + [(4 * width, width), (width, 4 * width)]
+
+    def made(kind: Callable[[Any], Any]) -> Callable[[], Work]:
+        def build() -> Work:
+            params = [nn.Parameter(torch.randn(s, device=DEVICE) * 0.02) for s in shapes * layers]
+            for param in params:
+                param.grad = torch.randn_like(param) * 1e-3
+            step: Work = kind(params).step
+            return step
+
+        return build
+
+    gram = partial(optimizers.FusedMuon, ns_algorithm="gram_newton_schulz")
+    return [
+        Row("torch Muon.step", made(torch.optim.Muon)),
+        Row("FusedMuon.step", made(optimizers.FusedMuon), "torch Muon.step"),
+        Row("FusedMuon.step, gram", made(gram), "FusedMuon.step"),
+    ]
+
+
 def ops() -> dict[str, tuple[list[Row], Clock]]:
     """Forward and backward of sizes at which a GPU is busy."""
     clock, small = Clock(20, 7), checking.DRY
@@ -433,6 +494,10 @@ def ops() -> dict[str, tuple[list[Row], Clock]]:
             found[f"{rows} x {columns}, {str(dtype)[6:]}"] = (made, clock)
     for rows, classes in [(4, 64)] if small else [(8192, 32000), (2048, 128256)]:
         found[f"{rows} x {classes} classes"] = (_losses(rows, classes, BF16), clock)
+    sizes = (20, 8, 50) if small else (4096, 4096, 128256)
+    found[f"linear loss, {sizes[0]} x {sizes[1]} x {sizes[2]}"] = (
+        _linear_losses(*sizes), Clock(4, 5),
+    )  # fmt: skip
     found["rotary"] = (_rotary(4 if small else 4096, 2 if small else 32), clock)
     return found
 
