@@ -34,6 +34,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._triton import has_triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -76,6 +77,8 @@ def fake_gpu(mode: FakeTensorMode) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, answered))
         stack.enter_context(mock.patch.object(type(driver), "active", DRIVER))
         stack.enter_context(V.set_fake_mode(mode))
+        stack.callback(has_triton.cache_clear)  # it asks for a GPU once in a process
+        has_triton.cache_clear()
         yield
 
 

@@ -18,7 +18,7 @@ import warnings
 import pytest
 import torch
 
-from tests.waits import WARNED
+from apex.selftest.gpu import WARNED
 
 # What does not run on another device, and why: whole folders, files, single tests.
 OF_THE_CPU = {

@@ -8,6 +8,7 @@ import pytest
 
 turns = pytest.importorskip("benchmarks.turns", reason="not in a checkout")
 
+ROOT = pathlib.Path(turns.__file__).parent.parent
 PROGRAMS = sorted(file.stem for file in pathlib.Path(turns.__file__).parent.glob("[!_]*.py"))
 
 
@@ -19,6 +20,33 @@ def test_a_program_imports(name):
     if name == "launch_cost":
         pytest.importorskip("triton")
     importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.slow
+def test_what_a_program_prints_is_kept(tmp_path, monkeypatch):
+    """It takes 2 s: the program imports torch."""
+    from benchmarks.keep import keep
+
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "output.txt"
+    assert keep("keep", ["--help"], file) == 0
+    lines = file.read_text().splitlines()
+    assert lines[0] == "$ python -m benchmarks.keep --help"
+    assert [line.split(":")[0] for line in lines[1:4]] == ["commit", "date", "versions"]
+    assert any(line.startswith("usage: ") for line in lines)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_program_that_fails_leaves_the_results_as_they_were(tmp_path, monkeypatch, capfd):
+    from benchmarks.keep import keep
+
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "output.txt"
+    file.write_text("before")
+    assert keep("no_such_program", [], file) != 0
+    assert file.read_text() == "before"
+    assert (tmp_path / "output.txt.part").exists()
+    assert "no_such_program" in capfd.readouterr().err
 
 
 def test_ways_take_turns_and_every_other_round_is_reversed():
@@ -57,3 +85,17 @@ def test_the_spread_of_ratios_by_hand():
     assert turns.spread([2.0]) == (2.0,) * 5
     hundred = turns.spread(range(100))  # of 100 numbers the 41st and the 60th, which hold 95 %
     assert (hundred.low, hundred.high) == (40, 59)
+
+
+@pytest.mark.slow
+def test_bytes_of_compiled_code_are_counted_for_a_definition_that_slices(capsys):
+    """It takes 7 s: torch's compiler, twelve times. A fake GPU's `x[..., :n]` needs CUDA."""
+    pytest.importorskip("triton")
+    counting = importlib.import_module("benchmarks.compiled_bytes")
+    counting.main(["focal"])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [
+        [dtype, columns]
+        for dtype in ("bfloat16", "float16", "float32")
+        for columns in ("1024", "8192")
+    ]

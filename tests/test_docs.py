@@ -89,10 +89,37 @@ def test_the_page_of_amp_has_every_name_in_the_order_of_use():
     assert found[:2] == ["initialize", "scale_loss"]
 
 
-def test_the_site_begins_like_readme():
-    readme, index = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
-    beginning, _, _ = readme.partition("\n## ")
-    assert index.startswith(beginning.replace("](docs/", "]("))
+def test_the_site_begins_with_the_first_page_of_readme():
+    index = (ROOT / "docs" / "index.md").read_text()
+    directive, _, _ = index.partition("\n```\n")
+    lines = directive.splitlines()
+    assert lines[:2] == ["```{include} ../README.md", ":relative-docs: docs/"]
+    _, _, end = lines[2].partition(':end-before: "')
+    first, _, after = (ROOT / "README.md").read_text().partition(end.rstrip('"'))
+    assert first.startswith("# apex\n")
+    assert after.startswith("\n\n## ")
+
+
+@pytest.mark.parametrize("lines", [" -", " +"], ids=["before", "after"])
+def test_the_change_that_readme_shows_is_a_program_before_and_after(lines):
+    """The lines with a minus, or those with a plus, and those that stay."""
+    (diff,) = re.findall(r"^```diff\n(.+?)^```", PAGES[0].read_text(), re.M | re.S)
+    program = "\n".join(line[1:] for line in diff.splitlines() if line[0] in lines)
+    model = torch.nn.Linear(4, 2, device="cpu", dtype=torch.float32)
+    weight = model.weight.detach().clone()
+    given = {
+        "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": [torch.ones(3, 4, device="cpu", dtype=torch.float32)] * 2,
+        "loss_of": lambda model, batch: model(batch).float().square().mean(),
+    }  # fmt: skip
+    amp.reset()
+    try:
+        exec(compile(program, "README.md", "exec"), given)
+        half = model(torch.ones(3, 4, device="cpu", dtype=torch.float32)).dtype is torch.float16
+    finally:
+        amp.reset()
+    assert not torch.equal(model.weight, weight)
+    assert half == ("amp.scale_loss(" in program) == (lines == " +")
 
 
 # --- where numbers come from ---------------------------------------------------------------------
@@ -138,7 +165,7 @@ def test_every_section_with_a_measured_number_says_where_it_is_from():
 
 def test_every_results_file_is_listed():
     listed = " ".join(sources().values())
-    files = [file.name for file in RESULTS.glob("*.json")]
+    files = [file.name for kind in ("*.json", "*.txt") for file in RESULTS.glob(kind)]
     assert files
     assert [name for name in files if f"({name})" not in listed] == []
 

@@ -13,7 +13,7 @@ from tests.test_dev import ROOT, SCRIPT
 
 tools = pytest.importorskip("tools.gpu.__main__", reason="not in a checkout")
 
-from tests.waits import no_waits  # noqa: E402  after the check that there are tools
+from apex.selftest.gpu import waits_refused  # noqa: E402  after the check that there are tools
 from tools.gpu import checking, part, stand_ins, thresholds, times  # noqa: E402
 from tools.gpu.rows import NOT_DRY, RIGHT, UNSTEADY, WRONG, Rows  # noqa: E402
 
@@ -245,8 +245,9 @@ def test_a_capture_of_the_stand_in_computes_nothing_and_replays_do():
 def test_the_stand_in_refuses_waits_until_the_mode_is_given_back(monkeypatch):
     for name in ("set_sync_debug_mode", "get_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, getattr(stand_ins, name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     x = torch.ones(2)
-    with pytest.raises(RuntimeError, match="waits for the device"), no_waits():
+    with pytest.raises(RuntimeError, match="waits for the device"), waits_refused():
         (x * 2).sum().item()
     assert x.sum().item() == 2.0
     assert torch.cuda.get_sync_debug_mode() == 0

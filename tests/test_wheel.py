@@ -1,8 +1,10 @@
 """The wheel, installed where nothing is but torch and what torch needs."""
 
 import importlib.metadata
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -87,6 +89,35 @@ def _run(*words):
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd="/")
     return done.returncode, done.stdout, done.stderr
+
+
+def _install_lines():
+    text = (ROOT / "README.md").read_text()
+    return re.findall(r"^    pip install (\S+)", text.partition("## Install")[2], re.MULTILINE)[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a clone")
+@pytest.mark.parametrize("line", _install_lines(), ids=["folder", "git", "wheel"])
+def test_an_install_line_of_readme_works_without_a_network(line, wheel, tmp_path):
+    """They take 4 to 6 s: git's clone, pip's build and a process of Python each."""
+    if line.endswith(".whl"):
+        assert line == wheel.name
+        place = str(wheel)
+    else:
+        place = {".": str(ROOT)}.get(line) or f"git+file://{ROOT}"
+        assert line in (".", "git+file:///path/of/the/clone")
+    words = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
+    words += ["--quiet", "--no-index", "--disable-pip-version-check", "--target", tmp_path, place]
+    # git refuses a clone that belongs to somebody else, as in some containers
+    git = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+    subprocess.run(words, check=True, env={**os.environ, **git})
+    program = "import apex, amp_C; print(apex.__file__); import apex.cli, apex.optimizers"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, check=True, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert pathlib.Path(done.stdout.strip()).is_relative_to(tmp_path)
 
 
 def test_modules_of_compiled_apex_are_at_the_top(wheel):

@@ -22,8 +22,8 @@ from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
 from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers import FusedAdam, FusedLAMB
+from apex.selftest.gpu import waits_refused
 from tests.ranks import COLLECTIVE
-from tests.waits import no_waits
 
 SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))
 STEPS = 3
@@ -531,7 +531,7 @@ def one_rank(device, folder):
     for _ in range(2):
         scaler.scale(sum(p.float().square().sum() for p in ps)).backward()
         optimizer.grad_sync()
-        with no_waits() if device == "cuda" else contextlib.nullcontext():
+        with waits_refused() if device == "cuda" else contextlib.nullcontext():
             scaler.step(optimizer)
         scaler.update()
     with warnings.catch_warnings():  # torch's, of a parameter that is twice in a group

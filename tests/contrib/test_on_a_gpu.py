@@ -6,8 +6,8 @@ import torch
 from apex.contrib.fmha.fmha import attention
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.transducer import TransducerJoint, TransducerLoss
+from apex.selftest.gpu import waits_refused
 from tests.tolerance import ATTENTION_GRADIENTS, assert_close_in_rms, assert_one_rounding
-from tests.waits import no_waits
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_transducer_does_not_wait_and_bad_lengths_give_nan():
     times, count = torch.tensor([9, 10, 1], device=DEVICE), torch.tensor([4, 0, 5], device=DEVICE)
     layer = TransducerLoss()
     layer(x, labels, times, count, 0)
-    with no_waits():
+    with waits_refused():
         losses = layer(x.requires_grad_(), labels, times, count, 0)
         (dx,) = torch.autograd.grad(losses.sum(), x)
     assert losses.isnan().tolist() == [False, True, True]

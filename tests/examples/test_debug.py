@@ -66,6 +66,15 @@ def test_a_story_is_explained_as_its_readme_says(debug, story):
     assert (found[-1] == "nan") == (story == "attention")  # a step that is skipped harms no other
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/nan.md"])
+def test_a_page_begins_with_the_report_of_the_first_story(debug, page):
+    _, said, _ = debug("attention")
+    text = (EXAMPLES.parent / page).read_text()
+    block = re.search(r"^    apex\.debug: bmm .+?\n\n", text, re.MULTILINE | re.DOTALL)[0]
+    report = " ".join(said[said.index("apex.debug: bmm") :].split())
+    assert shape_of(report).startswith(shape_of(" ".join(block.split())))
+
+
 @pytest.mark.parametrize("story", STORIES)
 def test_without_apex_debug_a_story_becomes_nan(story, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apex.ops import _runtime
 from apex.ops.norms import group_norm as ops
 from apex.ops.norms.group_norm import group_norm
+from apex.selftest.gpu import waits_refused
 from tests.norms import group_norm_reference
 from tests.tolerance import (
     GROUP_NORM,
@@ -19,7 +20,6 @@ from tests.tolerance import (
     assert_one_rounding,
     assert_rounded_after_float32,
 )
-from tests.waits import no_waits
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES]
@@ -406,7 +406,7 @@ def test_on_a_gpu(dtype):
     tensors, dy = _data((4, 320, 64, 64), dtype)
     there = [t.detach().cuda().requires_grad_() for t in tensors]
     slope = dy.cuda()
-    with no_waits():
+    with waits_refused():
         y = group_norm(there[0], 32, *there[1:], act="silu")
         found = torch.autograd.grad(y, there, slope)
     exact_tensors = [t.detach().double().requires_grad_() for t in tensors]

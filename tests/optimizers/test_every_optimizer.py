@@ -18,6 +18,7 @@ from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
 from apex.parallel import LARC
 from apex.selftest.catalogue.optimizers import OPTIMIZERS
+from apex.selftest.gpu import waits_refused
 from tests.optimizers.common import (
     EVERY,
     MODES,
@@ -32,7 +33,6 @@ from tests.optimizers.common import (
     values,
 )
 from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
-from tests.waits import no_waits
 
 SMALL = ((7,), (33, 5))
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
@@ -661,7 +661,7 @@ def test_steps_on_a_gpu_without_waiting(make):
             params[2].grad = None
         optimizer.found_inf = flag
         torch.cuda.synchronize()
-        with no_waits():
+        with waits_refused():
             optimizer.step()
 
 

@@ -344,10 +344,15 @@ def test_a_capture_is_made_as_torch_asks_for_on_the_device_of_the_tensors(monkey
 @pytest.mark.parametrize("before", [0, 1])
 def test_the_mode_in_which_waits_raise_is_given_back(before, monkeypatch):
     modes = [before]
+
+    def chosen(mode):
+        modes.append(mode)
+        warnings.warn(f"{gpu.WARNED} feature", stacklevel=2)
+
     noting = types.SimpleNamespace(
         synchronize=lambda device: None,
         get_sync_debug_mode=lambda: modes[-1],
-        set_sync_debug_mode=modes.append,
+        set_sync_debug_mode=chosen,
     )
     monkeypatch.setattr(torch, "cuda", noting)
     with pytest.raises(RuntimeError, match="waited"), gpu.waits_refused(torch.device("cuda:1")):

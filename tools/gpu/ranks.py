@@ -15,7 +15,7 @@ from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.optimizers import FusedAdam, FusedLAMB
 from apex.parallel import DistributedDataParallel, Reducer, convert_syncbn_model
 from apex.parallel.distributed import flat_dist_call
-from tests.waits import no_waits
+from apex.selftest.gpu import waits_refused
 from tools.gpu import checking
 from tools.gpu.checking import (
     BF16,
@@ -453,6 +453,6 @@ def fully_sharded_weights(name: str) -> None:
 
     for _ in range(3):
         step()
-    with no_waits():
+    with waits_refused():
         step()
     need(scaler.outcome(optimizer).numbers()[1] == 4, "steps were lost")

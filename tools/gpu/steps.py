@@ -13,7 +13,7 @@ from torch import nn
 from apex import amp, debug
 from apex.optimizers import FusedSGD
 from apex.parallel import LARC
-from tests.waits import no_waits
+from apex.selftest.gpu import waits_refused
 from tools.gpu import checking
 from tools.gpu.checking import (
     BF16,
@@ -137,7 +137,7 @@ def a_watch_waits_once_a_step() -> str:
         for _ in range(3):
             training()
         try:
-            with no_waits():
+            with waits_refused():
                 training()
         except RuntimeError:
             return "a watch reads a flag in each step"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -58,16 +59,24 @@ def captured(work: Callable[[], object], device: torch.device) -> Callable[[], o
     return replay
 
 
+WARNED = "Synchronization debug mode is a prototype"  # torch's warning of the mode
+
+
 @contextmanager
-def waits_refused(device: torch.device) -> Iterator[None]:
-    """Let everything raise that makes the host wait for the GPU, or copies from pageable memory."""
+def waits_refused(device: torch.device | None = None) -> Iterator[None]:
+    """Let everything raise that makes the host wait for the GPU, or copies from pageable memory.
+
+    torch warns of its own mode, also where warnings are errors. Afterwards the mode is as before.
+    """
     torch.cuda.synchronize(device)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", WARNED)
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def checks() -> Iterator[Check]:

@@ -42,7 +42,7 @@ def reference(
     to, targets = wide(logits), targets.long().unsqueeze(-1)  # -2 is no uint8
     ignored = targets == IGNORED
     positive = targets == torch.arange(classes, device=logits.device)
-    u = logits[..., :classes].to(to).masked_fill(ignored, 0.0)  # nan there has no gradient
+    u = logits.narrow(-1, 0, classes).to(to).masked_fill(ignored, 0.0)  # nan there has no gradient
     u = torch.where(positive, -u, u)
     loss = F.softplus(u, threshold=40.0)  # from 20 on, torch's default, float64 is not exact
     if smoothing:
