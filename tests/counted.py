@@ -4,6 +4,7 @@ Nothing has to be computed: on meta tensors sizes are those of a GPU, without it
 """
 
 import math
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,11 +22,13 @@ class Counted(TorchDispatchMode):
         peak: Bytes that lived at once, of storages that were made in the block.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.products, self.peak, self._made = [], 0, {}
+        self.products: list[tuple[int, ...]] = []
+        self.peak = 0
+        self._made: dict[int, tuple[Any, int]] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         at = PRODUCTS.get(func._schema.name.removeprefix("aten::").rstrip("_"))
         if at is not None:
@@ -41,10 +44,10 @@ class Counted(TorchDispatchMode):
         return result
 
     @property
-    def multiplications(self):
+    def multiplications(self) -> int:
         """Of all products."""
         return sum(map(math.prod, self.products))
 
 
-def _tensors(values):
+def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
