@@ -8,8 +8,9 @@ operation five ways alternate in one process on one core:
 * bare: an autograd.Function that calls the same launchers (``kernels/NAME.py``) and checks nothing;
 * launchers: ``forward`` and ``backward`` of that file without autograd, with the arguments of ours;
   they allocate and launch;
-* raw: ``kernel[grid](...)`` with the arguments that the launchers passed; and allocations: as many
-  tensors by ``torch.empty`` as the launchers allocate. A launch by hand takes both;
+* JIT: ``kernel[grid](...)`` with the arguments that the launchers passed; plans: the same launches
+  by their plans; and allocations: as many tensors by ``torch.empty`` as the launchers allocate. A
+  launch by hand takes plans and allocations;
 * definition: the public function where no kernel runs. On a CPU: kernels for tiny tensors take the
   place of its launches.
 
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+from apex.kernels._plans import Family
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex.selftest.catalogue.ops import OPS
@@ -127,21 +129,43 @@ def bare_function(forward: Any, backward: Any) -> Any:
     return Bare
 
 
+class Launch(NamedTuple):
+    """A launch that was noted, to be repeated: through Triton's JIT, and as it was."""
+
+    by_the_jit: Callable[[], Any]
+    again: Callable[[], Any]
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Callable[[], Any]]]:
-    """Note what is launched in the block."""
-    launches: list[Callable[[], Any]] = []
-    original = JITFunction.run
+def recorded() -> Iterator[list[Launch]]:
+    """Note what is launched in the block, by plans of launches (`Family`) and without."""
+    launches: list[Launch] = []
+    run, flat, lists = JITFunction.run, Family.launch, Family.launch_lists
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        launches.append(lambda: kernel[grid](*args, **kwargs))
-        return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+    def note(again: Callable[[], Any], kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.append(Launch(functools.partial(kernel[grid], *args, **kwargs), again))
+        with mock.patch.object(JITFunction, "run", run):  # which the first launch of a plan calls
+            return again()
 
-    JITFunction.run = run
-    try:
+    def of_jit(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        again = functools.partial(run, kernel, *args, grid=grid, warmup=warmup, **kwargs)
+        return note(again, kernel, grid, *args, **kwargs)
+
+    def of_plan(family: Family, grid: Any, tensors: Any, numbers: Any, *varying: int) -> None:
+        again = functools.partial(flat, family, grid, tensors, numbers, *varying)
+        args = (*tensors, *numbers, *family.constants)
+        note(again, family.kernel, grid, *args, **family.options)
+
+    def of_lists(family: Family, grid: Any, arguments: Any) -> None:
+        again = functools.partial(lists, family, grid, arguments)
+        note(again, family.kernel, grid, *arguments, *family.constants, **family.options)
+
+    with (
+        mock.patch.object(JITFunction, "run", of_jit),
+        mock.patch.object(Family, "launch", of_plan),
+        mock.patch.object(Family, "launch_lists", of_lists),
+    ):
         yield launches
-    finally:
-        JITFunction.run = original
 
 
 class Allocations(TorchDispatchMode):
@@ -212,9 +236,7 @@ def ways(operation: Operation) -> Ways:
     with Allocations() as allocations:
         launch()
 
-    def raw() -> None:
-        for each in launches:
-            each()
+    jit, plans = ([one[way] for one in launches] for way in range(2))
 
     def allocate() -> None:
         for shape, dtype in allocations.made:
@@ -225,9 +247,15 @@ def ways(operation: Operation) -> Ways:
             return ours()
 
     return {
-        "ours": ours, "bare": by_hand, "launchers": launch, "raw": raw, "allocations": allocate,
-        "definition": defined,
+        "ours": ours, "bare": by_hand, "launchers": launch,
+        "JIT": functools.partial(_all, jit), "plans": functools.partial(_all, plans),
+        "allocations": allocate, "definition": defined,
     }  # fmt: skip
+
+
+def _all(calls: Sequence[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
 
 
 def measure(calls: Ways, rounds: int) -> dict[str, list[float]]:
@@ -240,14 +268,14 @@ def measure(calls: Ways, rounds: int) -> dict[str, list[float]]:
 def line(name: str, times: dict[str, list[float]], saved: float) -> str:
     """A row as text."""
     middle = {way: statistics.median(found) for way, found in times.items()}
-    by_hand = [sum(both) for both in zip(times["raw"], times["allocations"], strict=True)]
+    by_hand = [sum(both) for both in zip(times["plans"], times["allocations"], strict=True)]
     gap = min(times["ours"]) - min(times["definition"])  # other programs only add to them
     least = max(1.0, gap * BYTES_OF_A_US / saved)
     return (
         f"{name:28} {middle['ours']:5.0f} {middle['bare']:5.0f} {middle['launchers']:10.0f} "
-        f"{middle['raw']:4.0f} + {middle['allocations']:3.0f} {middle['definition']:11.0f}  "
-        f"{ratio(times['ours'], times['bare'])!s:17} "
-        f"{ratio(times['launchers'], times['raw'])!s:17} "
+        f"{middle['JIT']:4.0f} {middle['plans']:4.0f} + {middle['allocations']:3.0f} "
+        f"{middle['definition']:11.0f}  {ratio(times['ours'], times['bare'])!s:17} "
+        f"{ratio(times['plans'], times['JIT'])!s:17} "
         f"{ratio(times['launchers'], by_hand)!s:22} "
         f"{gap:6.0f} {saved:6.0f}  2**{math.log2(least):.1f}"
     )
@@ -333,8 +361,8 @@ def main() -> None:
     one_core()
     library = stand_in.install()
     print(
-        f"{'operation':28}  ours  bare  launchers  raw + all. definition  ours/bare         "
-        "launchers/raw     launchers/(raw + all.)  gap  bytes  least"
+        f"{'operation':28}  ours  bare  launchers  JIT plans + all. definition  ours/bare         "
+        "plans/JIT         launchers/(plans + all.)  gap  bytes  least"
     )
     with _runtime.use("triton"):
         sizes = list(zip(operations(4, 64), operations(1024, 1024), strict=True))

@@ -185,7 +185,7 @@ def test_a_part_gets_its_limit_or_what_all_have_left(left, limit, tmp_path, monk
     monkeypatch.setattr(tools.time, "monotonic", lambda: 100.0)
     tools.run_part(tools.Part(["x"], 60.0), tmp_path / "part.json", False, 100.0 + left)
     assert given == [limit]
-    assert tools.LIMITS == {"checks": 330.0, "times": 200.0, "thresholds": 120.0}
+    assert tools.LIMITS == {"checks": 330.0, "times": 240.0, "thresholds": 120.0, "tune": 540.0}
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -322,3 +322,25 @@ def test_a_measured_row_has_what_the_table_of_thresholds_needs():
     assert row["derived"] is None
     assert row.keys() == next(iter(thresholds.load_table().values())).keys()
     assert thresholds.timed_operations().keys() == thresholds.load_table().keys()
+
+
+def test_anchors_are_timed_beside_torch_and_compile(monkeypatch):
+    """At the sizes of `apex bench kernels`; their tensors are made when a group begins."""
+    monkeypatch.setattr(checking, "DRY", False)
+    found = times.anchors()
+    assert [name.removeprefix("anchor, ") for name in found] == [
+        "rms_norm, middle, 4096 x 4096",
+        "rms_norm, wide, 2048 x 32768",
+        "layer_norm, wide, 2048 x 32768",
+        "group_norm, SiLU, middle, 4 x 256 x 128 x 128",
+        "group_norm, SiLU, wide, 16 x 256 x 128 x 128",
+        "Muon, 48 matrices",
+        "Muon, 48 matrices, host",
+        "linear loss, 4096 x 4096 x 128256",
+    ]
+    *kernels, muon, _, loss = (rows for rows, _ in found.values())
+    for rows in kernels:
+        assert [row.name for row in rows] == ["torch", "torch.compile", "apex"]
+        assert [row.over for row in rows] == [None, "torch", "torch"]
+    assert [row.over for row in muon] == [None, "torch Muon.step", "FusedMuon.step"]
+    assert [row.name for row in loss][1:4] == ["torch.compile", "linear_cross_entropy", "compact"]

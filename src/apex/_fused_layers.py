@@ -20,13 +20,15 @@ from apex.ops import _runtime
 from apex.ops._dtypes import NARROW
 from apex.ops.layers.swiglu import swiglu
 from apex.ops.losses.cross_entropy import cross_entropy
-from apex.ops.norms.row_norms import OP
+from apex.ops.norms.row_norms import OP, norm
 
 
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, module: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    if x.dtype == weight.dtype == dtype and not torch._C._is_any_autocast_enabled():
+        return norm(x, weight, None, weight.shape, eps, False, False, "same", "")
     with _runtime.without_autocast(x.device.type):
         return OP(x, weight, None, weight.shape, eps, False, dtype)
 
@@ -78,8 +80,8 @@ class LayerNorm(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Norm of the last dimensions; the module has what ``torch.nn.LayerNorm`` has."""
         module: Any = self
+        weight, bias, shape = module.weight, module.bias, module.normalized_shape
         with _runtime.without_autocast(input.device.type):
-            weight, bias, shape = module.weight, module.bias, module.normalized_shape
             return OP(input, weight, bias, shape, module.eps, True, input.dtype)
 
 

@@ -3,6 +3,7 @@
 The graph is recorded on a CPU (:mod:`tests.recorded_graph`), which apex takes for a GPU here.
 """
 
+import collections
 import contextlib
 import copy
 import functools
@@ -15,36 +16,28 @@ import pytest
 import torch
 from torch import nn
 
-from apex import amp, debug, optimizers
+from apex import amp, debug
 from apex.amp import frontend
 from apex.amp.gradients import overflow
-from apex.amp.graphs.followed import Followed
+from apex.amp.graphs.followed import state_to_capture
 from apex.amp.graphs.probe import Probe, describe
 from apex.amp.scaler import LossScaler
 from apex.ops import _runtime
 from apex.parallel.LARC import LARC
-from tests.amp.training import started
+from tests.amp.captures import (
+    MAKERS,
+    STATIC,
+    STEPS,
+    Program,
+    batch,
+    both_ways,
+    equal,
+    repeat,
+    trained,
+)
 from tests.recorded_graph import RecordedGraph, like_a_gpu
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-STATIC = 64.0
-MAKERS = {
-    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=2**-7, momentum=0.9, dampening=0.1),
-    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=2**-7),
-    "FusedAdam_capturable": lambda p: optimizers.FusedAdam(p, lr=2**-7, capturable=True),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=2**-7),
-    "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=2**-7),
-    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=2**-7),
-    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=2**-7, eps=1e-4),
-    "FusedLion": lambda p: optimizers.FusedLion(p, lr=2**-10),
-    "FusedMuon": lambda p: optimizers.FusedMuon(p, lr=2**-7),
-    "torch_SGD": lambda p: torch.optim.SGD(p, lr=2**-7, momentum=0.9, fused=True),
-    "torch_AdamW": lambda p: torch.optim.AdamW(p, lr=2**-7, eps=1e-4, fused=True, capturable=True),
-}
-STEPS = 24
-OVERFLOWS = (1, 6, 7, 15)  # in the warm-up, twice in a row in replays, after an odd batch
-ODD = 14  # a batch of another size
-RATES = {5: 2**-8, 10: 2**-9, 11: 2**-7}  # set before these steps
 
 
 @pytest.fixture(autouse=True)
@@ -52,90 +45,6 @@ def _gpu():
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_a_gpu())
         yield stack
-
-
-def batch(number, *, overflows):
-    rows = 3 if number == ODD else 6
-    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(number))
-    if overflows and number in OVERFLOWS:
-        x[0, 0] = float("inf")
-    return x
-
-
-class Program:
-    """A training whose function can be captured; ``busy`` with clipping, two passes and dropout."""
-
-    def __init__(self, level, kind, scale=STATIC, *, busy=False, **options):
-        torch.manual_seed(0)
-        layers = [nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.25 * busy), nn.Linear(16, 4)]
-        options = {"growth_interval": 3, "loss_scale": scale, "init_scale": 256.0, **options}
-        self.busy, self.dynamic = busy, scale == "dynamic"
-        self.model, self.optimizer = started(level, nn.Sequential(*layers), kind, **options)
-
-    def step(self, x):
-        self.optimizer.zero_grad()
-        for turn in range(1 + self.busy):
-            loss = self.model(x).float().square().mean() * (1 + turn)
-            with amp.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
-        if self.busy:
-            amp.clip_grad_norm_(self.optimizer, 0.5)
-        self.optimizer.step()
-        return {"loss": loss, "none": None}
-
-    def seen(self):
-        state = copy.deepcopy((self.optimizer.state_dict(), self.model.state_dict()))
-        return amp.state_dict(), amp.outcome(self.optimizer).numbers(), state
-
-    def rate(self, value):
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(value)
-            else:
-                group["lr"] = value
-
-
-def leaves(value):
-    """Numbers and tensors; a count of steps is one number, on the host or the device."""
-    found = torch.utils._pytree.tree_leaves(value)
-    return [float(x) if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in found]
-
-
-def equal(first, second):
-    pairs = list(zip(leaves(first), leaves(second), strict=True))
-    return [
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y or (x != x and y != y)
-        for x, y in pairs
-    ] == [True] * len(pairs)
-
-
-def trained(program, step, steps=STEPS, between=lambda number: None):
-    """Take steps; return losses and what was seen after some of them."""
-    found = []
-    for number in range(steps):
-        between(number)
-        if number in RATES:
-            program.rate(RATES[number])
-        loss = step(batch(number, overflows=program.dynamic))["loss"]
-        found.append(loss.item())
-        if number % 4 == 3 or number == steps - 1:
-            found.append(program.seen())
-    amp.reset()
-    return found
-
-
-def repeat(work, arguments):
-    for argument in arguments:
-        work(argument)
-
-
-def both_ways(*arguments, steps=STEPS, **options):
-    """What is seen in steps without a graph, in captured ones, and the captured step."""
-    program = Program(*arguments, **options)
-    single = trained(program, program.step, steps)
-    program = Program(*arguments, **options)
-    step = amp.capture(program.step)
-    return single, trained(program, step, steps), step
 
 
 @pytest.mark.exhaustive
@@ -236,19 +145,25 @@ def write_masters(program):
             master.mul_(0.5)
 
 
+def new_state(program):
+    program.optimizer.state = collections.defaultdict(dict)
+
+
 # What is done before step 8, at which level, whether it is captured again.
 FOLLOWED = [
     (weight_decay, "O1", True), (load_optimizer, "O2", True), (load_amp, "O2", False),
     (load_model, "O2", False), (load_model, "O1", False), (write_scale, "O1", False),
     (write_scale, "static", True), (growth, "O1", True), (hook, "O1", True),
     (gradient_hook, "O1", True), (evaluate, "O2", False), (backward, "O1", False),
-    (more_groups, "O1", True), (write_masters, "O2", False), (write_masters, "O1", False),
+    (more_groups, "O1", True), (new_state, "O1", True), (write_masters, "O2", False),
+    (write_masters, "O1", False),
 ]  # fmt: skip
 
 
 def changed(level, change, *, captured):
     scale, level = (STATIC, "O1") if level == "static" else ("dynamic", level)
     program = Program(level, MAKERS["FusedAdam"], scale)
+    program.model.register_buffer("scale", torch.ones(()))
     step = amp.capture(program.step) if captured else program.step
 
     def between(number):
@@ -296,17 +211,60 @@ def write_weight(program):
         program.model[0].weight.mul_(0.5)
 
 
+def replace_module(program):
+    program.model[1] = nn.Tanh()
+
+
+def replace_buffer(program):
+    program.model.scale = torch.full((), 2.0)
+
+
+def assign(program):
+    state = copy.deepcopy(program.model.state_dict())
+    program.model.load_state_dict(state, assign=True)
+
+
+def clear_state(program):
+    program.optimizer.state.clear()
+
+
 @pytest.mark.parametrize(
     ("change", "level", "text"),
     [
-        (replace_memory, "O1", r"the memory of a weight was replaced \(weight.data = "),
-        (freeze, "O1", "requires_grad of a weight was changed"),
-        (write_weight, "O2", "a 16-bit weight or its master was written"),
+        (replace_memory, "O1", r"the memory of a weight, .*\(weight.data = "),
+        (assign, "O1", r".*load_state_dict\(assign=True"),
+        (replace_buffer, "O1", "the memory of a weight, a buffer"),
+        (clear_state, "O1", "the memory of.* a state of an optimizer"),
+        (replace_module, "O1", "a module"),
+        (freeze, "O1", "requires_grad of a weight"),
+        (write_weight, "O2", "a 16-bit weight or its master"),
     ],
 )
 def test_changes_that_are_an_error(change, level, text):
-    with pytest.raises(RuntimeError, match=text + ".*at most 1 replays ago.*amp.capture"):
+    with pytest.raises(RuntimeError, match=text + ".*between calls, at most 1 ago.*amp.capture"):
         changed(level, change, captured=True)
+
+
+def test_a_buffer_that_a_call_without_the_graph_replaces_is_followed():
+    """As that of rotary embeddings is, when a longer batch comes."""
+    found = []
+    for captured in (False, True):
+        program = Program("O1", MAKERS["FusedAdam"])
+        program.model.register_buffer("rows", torch.ones(3))
+
+        def function(x, program=program):
+            model = program.model
+            if len(x) > len(model.rows):
+                model.rows = torch.ones(len(x))
+            return program.step(x * model.rows[: len(x), None])
+
+        step = amp.capture(function) if captured else function
+        rows = [2] * 6 + [5] + [2] * 6
+        losses = [step(batch(1, overflows=False)[:n])["loss"].item() for n in rows]
+        found.append((losses, program.seen()))
+        amp.reset()
+    assert equal(*found)
+    assert step.replays == 13 - 3 - 1 - 1
 
 
 def test_weights_of_many_are_looked_at_now_and_then():
@@ -316,24 +274,27 @@ def test_weights_of_many_are_looked_at_now_and_then():
     for number in range(6):
         step(batch(number, overflows=False))
     freeze(program)
-    with pytest.raises(RuntimeError, match="at most 7 replays ago"):
-        repeat(step, [batch(1, overflows=False)] * 7)
+    with pytest.raises(RuntimeError, match="at most 3 ago"):
+        repeat(step, [batch(1, overflows=False)] * 3)
 
 
-def test_a_number_that_always_changes_is_warned_of():
+@pytest.mark.parametrize(("until", "replays"), [(60, 0), (12, 42)])
+def test_a_number_that_always_changes_is_warned_of(until, replays):
+    """Each capture in vain is followed by twice as many steps without a graph."""
     program = Program("O1", MAKERS["FusedAdam"])
     step = amp.capture(program.step)
     group = program.optimizer.param_groups[0]
 
     def cycled(number):
-        group["betas"] = (0.9 - number / 100, 0.99)
+        group["betas"] = (0.9 - min(number, until) / 100, 0.99)
         step(batch(1, overflows=False))
 
-    with pytest.warns(UserWarning, match="betas changed, as 8 times.*cycle_momentum=False") as seen:
-        repeat(cycled, range(40))
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
-    assert "no graph: betas changed" in repr(step)
+    text = "betas changes within 16 calls.*cycle_momentum=False"
+    warned = pytest.warns(UserWarning, match=text) if until == 60 else contextlib.nullcontext([])
+    with warned as seen:
+        repeat(cycled, range(60))
+    assert [one.filename for one in seen] == [__file__] * (until == 60)
+    assert step.replays == replays
 
 
 def test_after_a_reset_a_new_step_is_asked_for():
@@ -449,7 +410,7 @@ def schedules(program, x):
         (selects, r"aten.index.*x\[x.sum\(1\) > -1e9\].*selects by a mask.*torch.where"),
         (by_nonzero, "aten.nonzero.*whose shape depends on data"),
         (writes_argument, "it writes to an argument.*clone the argument"),
-        (schedules, r"it changes a learning rate.*Call scheduler.step\(\) after it"),
+        (schedules, r"it changes lr.*Call scheduler.step\(\) after it"),
     ],
 )
 @pytest.mark.parametrize("on_a_gpu", [True, False])
@@ -593,7 +554,7 @@ def test_optimizers_of_several_ranks_are_refused(change, text):
     program = Program("O1", MAKERS["FusedAdam"])
     change(program)
     with pytest.raises(RuntimeError, match=text):
-        Followed([program.optimizer])
+        state_to_capture(program.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -692,9 +653,9 @@ def test_skipped_steps_of_replays_are_reported(monkeypatch, caplog):
     step = amp.capture(program.step)
     for number in range(30):
         step(batch(15 if number in (12, 13) else 0, overflows=True))
-    said = [record.message for record in caplog.records if "last replays" in record.message]
+    said = [record.message for record in caplog.records if "so far" in record.message]
     assert [re.sub("[0-9.]+$", "", text) for text in said] == [
-        "Gradient overflow.  2 steps of the last replays were skipped; the loss scale is "
+        "Gradient overflow.  2 of 19 steps were skipped so far; the loss scale is "
     ]
 
 

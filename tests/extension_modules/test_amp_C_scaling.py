@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.multi_tensor_apply.common import (
     FLOATS,
@@ -181,6 +182,30 @@ def test_l2norm_scale_writes_and_unscale_l2norm_does_not(path):
     assert_one_rounding(each, wanted)
     assert_one_rounding(scaled, 4 * wanted)
     assert all(map(torch.equal, x, before))
+
+
+class Computed(TorchDispatchMode):
+    """Names of what torch computes: a launch each on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_norm_is_three_launches_and_nothing_of_torchs():
+    """Sums of programs, of tensors, and the roots with the flag, which were ten of torch's."""
+    case = pytest.importorskip("tools.kernels.case")
+    x, flag = tensors((4097, 5)), no_flag()
+    with on("triton"), Computed() as computed:
+        launches = case.launches(lambda: _norms("multi_tensor_l2norm", x, flag, True))
+    kernels = [kernel.__name__ for kernel, _ in launches]
+    assert kernels == ["list_kernel", "segment_kernel", "norm_kernel"]
+    assert computed.names == []
 
 
 # -- the loss scale -------------------------------------------------------------------------------

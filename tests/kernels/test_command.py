@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 
 import apex
 from tools.kernels import __main__ as command
+from tools.kernels import versions
 
 NEEDS_TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -166,3 +167,26 @@ def test_a_missing_triton_is_one_line_and_2(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert command.main([]) == 2
     assert _one_line(capsys) == "./dev kernels: triton not installed: pip install triton\n"
+
+
+def test_spills_and_registers_above_the_limit_of_a_kernel_are_named():
+    limits, sound = {"norm": 40}, {**FOUND, "registers": 40}
+    both = [sound, {**FOUND, "variant": "bf16", "registers": 41, "spilled": 8}]
+    row = versions.judged(both, limits, "sm_90")
+    said = {"norm bf16": "spills 8 bytes, 41 registers, allowed are 40"}
+    assert (row["kernels"], row["most_registers"], row["spilling"]) == (2, 41, 1)
+    assert row["above_limits"] == said
+    assert versions.judged(both[:1], limits, "sm_90")["above_limits"] == {}
+    assert versions.judged(both, limits, "sm_80")["above_limits"] == {"norm bf16": "spills 8 bytes"}
+
+
+@NEEDS_TRITON
+def test_code_is_assembled_by_the_program_that_triton_takes(monkeypatch):
+    """3.9 takes the other one for sm_90, too, whose PTX the first one refuses."""
+    compiling = pytest.importorskip("tools.kernels.compiler")
+    nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
+    known = compiling.triton.knobs.nvidia
+    if not hasattr(known, "ptxas_blackwell"):
+        pytest.skip("this triton has one program for all")
+    monkeypatch.setattr(nvidia, "get_ptxas", lambda architecture: known.ptxas_blackwell)
+    assert compiling.assembler(90) == "ptxas-blackwell"

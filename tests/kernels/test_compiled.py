@@ -55,6 +55,7 @@ rare += ("not aligned", "whole", "64 columns", "fp32 64 channels", "bf16 1000 ch
 rare += ("odd 1 ", "1 columns", "1 channels", "add up odd", "stats odd", "losses odd", "wide odd")
 of_one = {
     "adam_eps_inside": ("bf16", "low bits"),
+    "novograd_inside": ("bf16", "low bits"),
     "rms_norm": ("fp32", "add up"),
     "scaled_softmax": ("forward 16384", "backward 8192"),
 }
@@ -120,6 +121,14 @@ def test_the_main_path_of_lists_is_128_bits_wide(hopper):
     assert adam[narrow] == ({"128": 5, "16": 8}, {"128": 5}, 22)
 
 
+def test_cross_entropy_reads_a_block_while_it_computes_the_one_before(hopper):
+    """Else a thread has one 128-bit load on its way, or waits for each block."""
+    lines = [line for line in hopper if line["kernel"] == "cross_entropy"]
+    found = {line["variant"]: (line["main_loads"], line["bytes_per_element"]) for line in lines}
+    assert found["sums bf16"] == found["sums bf16 smoothed"] == ({"128": 2 * 2}, 2)
+    assert found["sums fp32"] == ({"128": 2 * 4}, 4)
+
+
 def test_as_many_warps_of_a_norms_backward_are_resident_as_its_launch_assumes(hopper):
     lines = [line for line in hopper if line["variant"].startswith("backward")]
     lines = [line for line in lines if not {"wide", "odd"} & {*line["variant"].split()}]
@@ -165,6 +174,14 @@ def test_no_case_has_more_warps_than_amd_allows(name):
     """Compiling for gfx942 takes half a minute; this takes none. Norms of rows have 16 there."""
     found = {case.name for case in finding.cases_of(name) if case.options["num_warps"] > 16}
     assert found <= {"layer_norm", "rms_norm"}
+
+
+def test_every_launch_says_whether_products_and_sums_are_fused():
+    """Triton 3.10 turns fusion off where nothing is said, and bits depend on it."""
+    cases = list(finding.cases())
+    assert {case.kernel.__name__ for case in cases} >= {"list_kernel", "segment_kernel"}
+    silent = {case.kernel.__name__ for case in cases if "enable_fp_fusion" not in case.options}
+    assert silent == set()
 
 
 # --- defects that are planted ------------------------------------------------------------------

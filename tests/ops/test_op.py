@@ -46,7 +46,7 @@ IF_DENSE = op(
     lambda x: x + 1,
     grads=("x",),
     contiguous=False,
-    takes=lambda x: x.is_contiguous(),
+    takes=(lambda x: x.is_contiguous(), 0),
 )
 
 

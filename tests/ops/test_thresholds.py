@@ -40,6 +40,17 @@ def test_the_page_has_the_table():
         assert line in page, line
 
 
+def test_a_bad_row_is_left_out_with_a_warning(tmp_path, monkeypatch):
+    """As rows of kernels' settings are: both tables have one loader."""
+    file = tmp_path / "thresholds.json"
+    file.write_text(json.dumps({"rotary": {"gpu": 1}, "swiglu": ROWS["swiglu"]}))
+    monkeypatch.setattr(_thresholds, "FILE", file)
+    monkeypatch.setattr(_thresholds, "_rows", {})
+    with pytest.warns(RuntimeWarning, match="rotary: wall is None; it is an integer from 1 on"):
+        assert _thresholds.threshold("rotary") is None
+    assert _thresholds.threshold("swiglu").wall == ROWS["swiglu"]["wall"]
+
+
 def test_waiting_is_the_default():
     assert all(_thresholds.threshold(name).least == row["wall"] for name, row in ROWS.items())
 
@@ -99,7 +110,8 @@ def test_small_is_what_the_definition_computes():
     assert choose(few.tolist()) is UNSURE
     with torch.autocast("cpu", torch.bfloat16):
         assert choose(few) is UNSURE
-    torch.vmap(lambda x: x * (choose(x) is UNSURE or 1 / 0))(few)
+    torch.vmap(lambda x: x * (choose(x) is None or 1 / 0))(few)  # as without a transform
+    torch.vmap(lambda x: x * (choose(x) is UNSURE or 1 / 0))(many[None])
     torch.jit.trace(lambda x: x * (choose(x) is UNSURE or 1 / 0), (few,), check_trace=False)
     with _runtime.use("triton"):
         assert choose(few).__name__ == "apex.kernels.cross_entropy"

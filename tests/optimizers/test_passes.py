@@ -22,8 +22,8 @@ PASSES = {
     "FusedAdam": (FusedAdam, {}, 8),
     "FusedAdam, masters": (FusedAdam, {"capturable": True, "master_weights": True}, 17),
     "FusedSGD": (FusedSGD, {"lr": 0.1, "momentum": 0.9}, 8),
-    "FusedLAMB": (FusedLAMB, {}, 11),
-    "FusedNovoGrad": (FusedNovoGrad, {}, 13),
+    "FusedLAMB": (FusedLAMB, {}, 9),
+    "FusedNovoGrad": (FusedNovoGrad, {}, 8),
 }
 cases = pytest.mark.parametrize(("kind", "options", "most"), PASSES.values(), ids=PASSES)
 

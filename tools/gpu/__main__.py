@@ -1,12 +1,13 @@
 """``./dev gpu``: run every part and say what failed, what was missing and which ratios came out.
 
     ./dev gpu [checks | times | thresholds] [PART ...] [--dry] [--out FOLDER]
+    ./dev gpu --tune [WORD ...]
 
 It needs nothing but the Python that runs it: no installation, no network. A part is a process with
 a time limit of its own, which writes a file of its own at once:
 ``benchmarks/results/gpu/CARD-TORCH-DATE-PART.json``. With ``--dry`` the same parts run on a CPU
-with stand-ins and small sizes, and write into a temporary folder. ``thresholds`` writes a table of
-the package and runs only where it is named.
+with stand-ins and small sizes, and write into a temporary folder. ``thresholds`` and ``--tune``
+write tables of the package and run only where they are named.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tools.gpu.rows import MISSING, NOT_DRY, RIGHT, UNSTEADY, WRONG, as_rows, load, save
 
@@ -36,7 +37,8 @@ SUITE = [f"tests/{name}" for name in (*FIRST, *sorted({*FOLDERS} - {*FIRST}))]
 SELFTEST = ["norms and losses: ", "lists of tensors: ", "optimizers: ", "training: "]
 SELFTEST += ["CUDA graphs: ", "no waits: "]  # the areas, for a dry run
 DEFAULT = ("checks", "times")  # ten minutes together, what a machine lends in one call
-LIMITS = {"checks": 330.0, "times": 240.0, "thresholds": 120.0}  # seconds of all parts of a kind
+# Seconds of all parts of a kind.
+LIMITS = {"checks": 330.0, "times": 240.0, "thresholds": 120.0, "tune": 540.0}
 SLOWER = 3  # of a dry run, on a machine that others use as well
 TOGETHER = 6  # parts of checks at a time: each keeps one core busy, the suite half of all
 SHOWN = 60  # failures in the table; the files have all
@@ -74,9 +76,11 @@ PARTS = {
     "trainings": Part(["tools.gpu.part", "times:trainings"], 80, "times"),
     "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
     "lists": Part(["tools.gpu.part", "times:lists"], 60, "times"),
-    "ops": Part(["tools.gpu.part", "times:ops"], 120, "times"),
+    "ops": Part(["tools.gpu.part", "times:ops"], 60, "times"),
+    "anchors": Part(["tools.gpu.part", "times:anchors"], 90, "times"),
     "captured": Part(["tools.gpu.part", "times:captured"], 120, "times"),
     "thresholds": Part(["tools.gpu.part", "thresholds"], 120, "thresholds"),
+    "tune": Part(["tools.gpu.part", "tune"], 540, "tune"),
 }  # fmt: skip
 
 
@@ -88,13 +92,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--dry", action="store_true", help="on a CPU, with stand-ins")
     parser.add_argument("--out", type=Path, help="folder for the files")
+    said = "only write src/apex/kernels/settings.json: all of it, or checks whose names have a word"
+    parser.add_argument("--tune", nargs="*", metavar="WORD", help=said)
     args = parser.parse_args(argv)
-    chosen: dict[str, Part] = {}
-    for word in args.what or (LIMITS if args.dry else DEFAULT):
-        found = {n: part for n, part in PARTS.items() if n.startswith(word) or part.kind == word}
-        if not found:
-            parser.error(f"{word!r} is no part: choose from {', '.join([*LIMITS, *PARTS])}")
-        chosen |= found
+    chosen = choose(args.what, args.tune, args.dry, parser.error)
     folder = args.out or (Path(tempfile.mkdtemp(prefix="apex-gpu-")) if args.dry else RESULTS)
     folder = folder.resolve()  # parts run at the root of the tree
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +116,24 @@ def main(argv: Sequence[str]) -> int:
     show(results, times=not args.dry)
     print(f"{time.monotonic() - begun:.0f} s; files: {folder / stem}-*.json")
     return int(any(failures(content) for content in results.values()))
+
+
+def choose(
+    words: Sequence[str], tune: Sequence[str] | None, dry: bool, error: Callable[[str], NoReturn]
+) -> dict[str, Part]:
+    """The parts that are named: by kind, by the beginning of a name, or by ``--tune``."""
+    chosen: dict[str, Part] = {}
+    if tune is None and not words:
+        words = [*LIMITS] if dry else DEFAULT
+    for word in words:
+        found = {n: part for n, part in PARTS.items() if n.startswith(word) or part.kind == word}
+        if not found:
+            error(f"{word!r} is no part: choose from {', '.join([*LIMITS, *PARTS])}")
+        chosen |= found
+    if tune is not None:
+        part = PARTS["tune"]
+        chosen["tune"] = replace(part, words=[*part.words, *(["--only", *tune] if tune else [])])
+    return chosen
 
 
 def run_all(chosen: dict[str, Part], folder: Path, stem: str, dry: bool) -> dict[str, Any]:

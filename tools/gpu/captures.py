@@ -130,6 +130,14 @@ def captured_steps_at_a_static_scale_are_single_steps(name: str) -> str:
 # --- what changes between replays -----------------------------------------------------------------
 
 
+def _scaler(program: Program) -> Any:
+    return program.optimizer._amp_stash.training.loss_scalers[0]
+
+
+def _param() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3, device=DEVICE, dtype=F32))
+
+
 def _evaluated(program: Program) -> None:
     program.model.eval()
     with torch.no_grad():
@@ -146,6 +154,10 @@ def _masters_written(program: Program) -> None:
 # How many captures it takes.
 FOLLOWED: dict[str, tuple[Callable[[Program], Any], int]] = {
     "weight decay": (lambda p: p.optimizer.param_groups[0].update(weight_decay=0.25), 1),
+    "betas": (lambda p: p.optimizer.param_groups[0].update(betas=(0.5, 0.9)), 1),
+    "growth_interval": (lambda p: setattr(_scaler(p), "_scale_seq_len", 1), 1),
+    "loss scale": (lambda p: setattr(_scaler(p), "_loss_scale", 32.0), 0),
+    "add_param_group": (lambda p: p.optimizer.add_param_group({"params": [_param()]}), 1),
     "optimizer.load_state_dict": (lambda p: p.optimizer.load_state_dict(p.saved[0]), 1),
     "amp.load_state_dict": (lambda p: amp.load_state_dict(p.saved[1]), 0),
     "model.load_state_dict": (lambda p: p.model.load_state_dict(p.saved[2]), 0),
@@ -175,6 +187,8 @@ def _written(program: Program) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Program], Any], str]] = {
     "weight.data": (_replaced, "the memory of a weight"),
+    "optimizer.state": (lambda p: p.optimizer.state.clear(), "a state of an optimizer"),
+    "a module": (lambda p: setattr(p.model, "1", nn.ReLU()), "a module"),
     "requires_grad_": (lambda p: p.model[0].weight.requires_grad_(False), "requires_grad"),
     "a 16-bit weight": (_written, "a 16-bit weight or its master"),
     "a watch": (lambda p: debug.watch(p.model, p.optimizer), "apex.debug watches"),

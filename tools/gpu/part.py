@@ -1,6 +1,6 @@
 """A part that runs in this process: the checks or the times of one module.
 
-python -m tools.gpu.part MODULE --out FILE [--dry] [--only WORD]
+python -m tools.gpu.part MODULE --out FILE [--dry] [--only WORD ...]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("module")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
     args = parser.parse_args()
     checking.choose_device(args.dry)
     name, _, which = args.module.partition(":")
@@ -36,7 +36,10 @@ def main() -> None:
     if which:
         module.measure(which, rows, dry=args.dry)
     else:
-        run_checks({n: f for n, f in checking.CHECKS.items() if args.only in n}, rows)
+        chosen = {n: f for n, f in checking.CHECKS.items() if any(w in n for w in args.only)}
+        if not chosen:
+            rows.add("", WRONG, f"no check has one of {', '.join(args.only)} in its name")
+        run_checks(chosen, rows)
     rows.note("")
 
 

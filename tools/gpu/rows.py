@@ -38,9 +38,14 @@ class Rows:
 
 def save(content: dict[str, Any], file: Path) -> None:
     """Write a JSON file in one piece."""
+    replace(json.dumps(content, indent=1) + "\n", file)
+
+
+def replace(text: str, file: Path) -> None:
+    """Write a file in one piece: a process that is killed leaves the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".new")
-    beside.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    beside.write_text(text, "utf-8")
     os.replace(beside, file)
 
 

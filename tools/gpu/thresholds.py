@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
@@ -22,13 +21,12 @@ from apex.ops import _runtime, _thresholds
 from apex.selftest.catalogue.entry import Op
 from apex.selftest.catalogue.ops import OPS
 from benchmarks.turns import take_turns
-from tools.gpu import checking
+from tools.gpu import checking, clocks
 from tools.gpu.checking import BF16, DEVICE, check
 from tools.gpu.rows import save
 
 COLUMNS = 1024
-CALLS, TURNS = 10, 3
-PAUSE = 60_000_000  # cycles, 30 ms: ten forwards and backwards take the host 5 to 12 ms on an H200
+TURNS = 3
 PATHS = ("triton", "reference")
 Times = dict[str, list[float]]
 
@@ -74,26 +72,7 @@ def _both_ways(op: Op, rows: int, path: str) -> tuple[Callable[[], Any], int]:
     return work, leaves[0].numel()
 
 
-def _gpu_ms(work: Callable[[], Any]) -> float:
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    torch.cuda._sleep(PAUSE)
-    ends[0].record()
-    for _ in range(CALLS):
-        work()
-    ends[1].record()
-    torch.cuda.synchronize()
-    return ends[0].elapsed_time(ends[1]) / CALLS
-
-
-def _wall_ms(work: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    for _ in range(CALLS):
-        work()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) * 1e3 / CALLS
-
-
-CLOCKS = {"gpu": _gpu_ms, "wall": _wall_ms}
+CLOCKS = {"gpu": clocks.gpu_ms, "wall": clocks.wall_ms}
 
 
 def measure(op: Op) -> dict[str, int]:

@@ -7,6 +7,7 @@ all others. If the two differ by more than 10 %, the rows of the group are marke
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -23,6 +24,8 @@ from apex import amp, optimizers
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
+from apex.selftest.catalogue.entry import IMAGES, MATRICES, Op
+from apex.selftest.catalogue.ops import OPS
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from benchmarks.turns import ratio, take_turns
 from tools.gpu import checking
@@ -370,8 +373,6 @@ def lists() -> dict[str, tuple[list[Row], Clock]]:
     for name, shapes in _lists().items():
         found[f"step, {name}"] = (_steps(shapes), Clock(10, 7))
         found[f"lists, {name}"] = (_functions(shapes), Clock(10, 7))
-    found["Muon, 48 matrices"] = (_muons(), Clock(10, 7))
-    found["Muon, 48 matrices, host"] = (_muons(), Clock(10, 7, host=True))
     return found
 
 
@@ -425,18 +426,68 @@ def _rotary(length: int, heads: int) -> list[Row]:
     return [Row(name, _both_ways(theirs, t)), Row("rotary", _both_ways(ours, t), name)]
 
 
+def ops() -> dict[str, tuple[list[Row], Clock]]:
+    """Forward and backward of sizes at which a GPU is busy."""
+    clock, small = Clock(20, 7), checking.DRY
+    found: dict[str, tuple[list[Row], Clock]] = {}
+    for rows, columns in [(4, 64)] if small else [(16384, 768), (8192, 4096), (2048, 16384)]:
+        for dtype in (BF16, F32):
+            made = _norms(rows, columns, dtype)
+            found[f"{rows} x {columns}, {str(dtype)[6:]}"] = (made, clock)
+    for rows, classes in [(4, 64)] if small else [(8192, 32000), (2048, 128256)]:
+        found[f"{rows} x {classes} classes"] = (_losses(rows, classes, BF16), clock)
+    found["rotary"] = (_rotary(4 if small else 4096, 2 if small else 32), clock)
+    return found
+
+
+# What tuned kernels are judged by, bfloat16; sizes are those of `apex bench kernels`.
+ANCHORS = (
+    ("rms_norm", "middle", (20, 96)),
+    ("rms_norm", "wide", (2, 8200)),
+    ("layer_norm", "wide", (2, 8200)),
+    ("group_norm, SiLU", "middle", (2, 32, 6, 4)),
+    ("group_norm, SiLU", "wide", (2, 32, 6, 4)),
+)
+
+
+def anchors() -> dict[str, tuple[list[Row], Clock]]:
+    """Kernels, at any preference, beside torch and torch.compile: forward and backward.
+
+    Last, algorithms that are off by default until these rows decide.
+    """
+    found: dict[str, tuple[list[Row], Clock]] = {}
+    for name, of, small in ANCHORS:
+        op = next(op for op in OPS if op.name == name)
+        sizes = MATRICES if op.layout == torch.contiguous_format else IMAGES
+        (shape,) = [small] if checking.DRY else sizes[of](True)
+        size = " x ".join(map(str, shape))
+        rows = [
+            Row("torch", partial(_beside, op, shape, op.theirs)),
+            Row("torch.compile", partial(_beside, op, shape, None), "torch"),
+            Row("apex", partial(_beside, op, shape, op.ours), "torch"),
+        ]
+        found[f"anchor, {name}, {of}, {size}"] = (rows, Clock(20, 7))
+    found["anchor, Muon, 48 matrices"] = (_muons(), Clock(10, 7))
+    found["anchor, Muon, 48 matrices, host"] = (_muons(), Clock(10, 7, host=True))
+    three = (20, 8, 50) if checking.DRY else (4096, 4096, 128256)
+    found[f"anchor, linear loss, {' x '.join(map(str, three))}"] = (
+        _linear_losses(*three), Clock(4, 5),
+    )  # fmt: skip
+    return found
+
+
 def _linear_losses(rows: int, features: int, classes: int) -> list[Row]:
     """The ways of `linear_cross_entropy`, beside torch's with all logits; made when they run."""
-    labels = torch.randint(1, classes, (rows,), device=DEVICE)
 
-    def torchs(x: Tensor, weight: Tensor) -> Tensor:
+    def torchs(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), labels)
 
     def made(run: Callable[..., Tensor]) -> Callable[[], Work]:
         def build() -> Work:
             x = torch.randn(rows, features, device=DEVICE, dtype=BF16)
             weight = torch.randn(classes, features, device=DEVICE, dtype=BF16) * 0.02
-            return _both_ways(run, x, weight)()
+            labels = torch.randint(1, classes, (rows,), device=DEVICE)
+            return _both_ways(lambda x, weight: run(x, weight, labels), x, weight)()
 
         return build
 
@@ -446,7 +497,7 @@ def _linear_losses(rows: int, features: int, classes: int) -> list[Row]:
         return made(torch.compile(torchs))()
 
     def ours(**options: Any) -> Callable[[], Work]:
-        return made(lambda x, weight: linear_cross_entropy(x, weight, labels, **options))
+        return made(partial(linear_cross_entropy, **options))
 
     name = "torch, all logits"
     return [
@@ -484,23 +535,23 @@ def _muons() -> list[Row]:
     ]
 
 
-def ops() -> dict[str, tuple[list[Row], Clock]]:
-    """Forward and backward of sizes at which a GPU is busy."""
-    clock, small = Clock(20, 7), checking.DRY
-    found: dict[str, tuple[list[Row], Clock]] = {}
-    for rows, columns in [(4, 64)] if small else [(16384, 768), (8192, 4096), (2048, 16384)]:
-        for dtype in (BF16, F32):
-            made = _norms(rows, columns, dtype)
-            found[f"{rows} x {columns}, {str(dtype)[6:]}"] = (made, clock)
-    for rows, classes in [(4, 64)] if small else [(8192, 32000), (2048, 128256)]:
-        found[f"{rows} x {classes} classes"] = (_losses(rows, classes, BF16), clock)
-    found["rotary"] = (_rotary(4 if small else 4096, 2 if small else 32), clock)
-    # Last: to compile takes longest.
-    sizes = (20, 8, 50) if small else (4096, 4096, 128256)
-    found[f"linear loss, {sizes[0]} x {sizes[1]} x {sizes[2]}"] = (
-        _linear_losses(*sizes), Clock(4, 5),
-    )  # fmt: skip
-    return found
+def _beside(op: Op, shape: tuple[int, ...], function: Callable[..., Tensor] | None) -> Work:
+    """Work of a function, or of torch's compiled; tensors are made when the group begins."""
+    if function is None:
+        if checking.DRY:
+            raise checking.NotDry("nothing is compiled")
+        torch._dynamo.reset()  # a shape of its own, not one of changing sizes
+        function = torch.compile(op.theirs, dynamic=False)
+    leaves, rest = op.inputs(shape, BF16, DEVICE)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    upstream = torch.ones_like(function(*leaves, *rest))
+    kernels = function is op.ours and not checking.DRY
+
+    def work() -> object:
+        with _runtime.use("triton") if kernels else contextlib.nullcontext():
+            return torch.autograd.grad(function(*leaves, *rest), leaves, upstream)
+
+    return work
 
 
 # --- the host -------------------------------------------------------------------------------------
@@ -614,5 +665,6 @@ GROUPS: dict[str, Callable[[], dict[str, tuple[list[Row], Clock]]]] = {
     "captured": captured,
     "lists": lists,
     "ops": ops,
+    "anchors": anchors,
     "host": host,
 }

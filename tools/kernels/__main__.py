@@ -1,6 +1,7 @@
 """``./dev kernels``: registers, spills and memory accesses of each Triton kernel, without a GPU.
 
     ./dev kernels [--target NAME ...] [--kernel NAME ...] [--json]
+    ./dev kernels --triton DIR ... [--target NAME ...]
 
 The work is done by :mod:`tools.kernels.finding`, which needs Triton; here are the options, the
 table and the exit code.
@@ -9,6 +10,7 @@ table and the exit code.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
 import itertools
 import json
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from apex.cli.command_line import UsageError, suggestion
 from apex.cli.options import unique
 from apex.cli.tables import NOTHING, Column, console, fitted
+from tools.kernels import versions
 
 if TYPE_CHECKING:
     from tools.kernels.finding import Finding
@@ -46,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument(
+        "--triton", nargs="+", metavar="DIR",
+        help="compile with each of these unpacked releases, and print spills and registers as JSON",
+    )  # fmt: skip
     args = parser.parse_args(argv)
+    if args.triton:
+        return _compare(args.triton, unique(args.target))
     try:
         findings = _inspect(unique(args.target), args.kernel)
     except UsageError as error:
@@ -56,10 +65,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
     if args.json:
-        print(json.dumps({"kernels": [asdict(finding) for finding in findings]}, indent=2))
+        import triton
+
+        which = {"triton": triton.__version__, "from": triton.__file__}
+        print(json.dumps({**which, "kernels": [asdict(one) for one in findings]}, indent=2))
     else:
         _show(findings)
     return FAILED if any(finding.problems for finding in findings) else OK
+
+
+def _compare(folders: Sequence[str], targets: Sequence[str]) -> int:
+    """Print a row for each release of Triton and target; return the exit code."""
+    try:
+        rows = versions.compared(folders, targets)
+    except RuntimeError as error:
+        print(f"./dev kernels: {error}", file=sys.stderr)
+        return UNUSABLE
+    print(json.dumps({"date": f"{datetime.date.today()}", "releases": rows}, indent=2))
+    return FAILED if any(row["above_limits"] for row in rows) else OK
 
 
 def _inspect(targets: Sequence[str], names: Sequence[str] | None) -> list[Finding]:

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import triton
 
+from apex.kernels import _settings
+
 DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "u8": torch.uint8,
@@ -63,6 +65,8 @@ class CompiledCase:
         read: Part of what ``reads`` name that is read on the average: half of causal rows.
         computes: Why a kernel has more instructions than there is time for while memory moves its
             bytes; empty for one that has not.
+        repeated: Whether accesses of a tile stand in the code more than once: on two paths, or in
+            front of a loop and in it.
         divisible: Integer parameters that are multiples of 16. Pointers are always taken to be.
         options: Of the compiler.
         amd: Options that are others on AMD, where a warp has 64 lanes and a program 16 warps.
@@ -82,6 +86,7 @@ class CompiledCase:
     single: tuple[str, ...] = ()
     read: float = 1.0
     computes: str = ""
+    repeated: bool = False
     divisible: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=lambda: {"num_warps": 4})
     amd: Mapping[str, Any] = field(default_factory=dict)
@@ -122,7 +127,8 @@ def launches(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
     original = kind.__getitem__
     kind.__getitem__ = note
     try:
-        call()
+        with _settings.use():  # the formulas: what was measured on this machine is not inspected
+            call()
     finally:
         kind.__getitem__ = original
     return found

@@ -15,7 +15,6 @@ from triton.compiler import ASTSource
 from tools.kernels.case import CompiledCase
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")  # kernels are made for these
-BLACKWELL = 100  # from sm_100 on there is a ptxas of its own
 AMD = ("gfx90a", "gfx942", "gfx950")  # that triton compiles for and that have 64 lanes in a wave
 
 
@@ -85,9 +84,18 @@ def gpu(target: str) -> Any:
 
 
 def assembler(architecture: int) -> str:
-    """Name of the program that assembles for ``sm_<architecture>``; Triton 3.5 has one for all."""
-    two = hasattr(triton.knobs.nvidia, "ptxas_blackwell")
-    return "ptxas-blackwell" if two and architecture >= BLACKWELL else "ptxas"
+    """Name of the program with which this Triton assembles for ``sm_<architecture>``.
+
+    3.5 has one program for all; of two, 3.9 takes the other one from sm_90 on, and 3.6 to 3.8 from
+    sm_100 on.
+    """
+    known = triton.knobs.nvidia
+    if not hasattr(known, "ptxas_blackwell"):
+        return "ptxas"
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    chosen = get_ptxas(architecture).path
+    return "ptxas-blackwell" if chosen == known.ptxas_blackwell.path else "ptxas"
 
 
 def tool(name: str) -> str:

@@ -56,7 +56,7 @@ def _share(case: CompiledCase, threads: int, name: str) -> int:
 
 def bytes_per_element(case: CompiledCase, code: MachineCode) -> float:
     """Bytes for each element; loops that the compiler has unrolled are divided out."""
-    if not code.attributed:
+    if not code.attributed or case.repeated:
         bits = case.pointers()
         return sum(bits[name] for name in (*case.reads, *case.writes)) / 8
     loads = main(case, [a for a in code.accesses if not a.store], case.reads)

@@ -1,6 +1,8 @@
 """What launchers share: numbers of programs, sizes of tiles, and what they ask of a device.
 
-Triton's `cdiv` and `next_power_of_2` take 2 to 4 us a call on the host, a launch about 5.
+Triton's `cdiv` and `next_power_of_2` take 2 to 4 us a call on the host, a launch about 5. Launchers
+allocate by ``x.new_empty(rows * columns)``, 0.8 us, or by `empty_like`, 0.9: with a size in a tuple
+it is 1.9, and ``torch.empty(x.shape, ...)`` takes 2.6.
 
 Triton knows of an integer argument whether it is a multiple of 16. Kernels get twice the length
 of a row (``twice_cols``), and take `half`. So the compiler knows whether the length is a multiple
@@ -8,10 +10,14 @@ of 8, which is enough for 128-bit accesses to 16-bit numbers.
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+# The device that is current, without a frame of Python. A build for CPUs has no such function.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)
 
 
 def cdiv(number: int, unit: int) -> int:
@@ -33,11 +39,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132 if device.type == "meta" else 2
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Uninitialized float32 on the device of a tensor."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 @triton.jit

@@ -10,11 +10,13 @@ A plan must never be taken for arguments that Triton would compile another kerne
 * a family is one kernel with one set of constants and options, and launchers make one (by
   `functools.cache`) for each set of dtypes, of tensors that are absent, and of numbers that are the
   same in all launches of the family;
-* numbers that vary are named in each launch: whether each is 1 or a multiple of 16 is in the key;
-* to the JIT go: an address that is no multiple of 16; a varying number of 2**31 or more (a kernel
-  for 32 bits would cut it off and say nothing); tensors of several devices (of one on the CPU
-  Triton says so, an address says nothing); launches with hooks; the interpreter; a build with
-  instrumentation; AMD, where Triton also specialises on the size of a storage.
+* integers that vary are named in each launch: whether each is 1 or a multiple of 16 is in the key;
+  Triton does not specialise on floats;
+* to the JIT go: an address that is no multiple of 16, but for launches over lists, where a key says
+  which are; a varying number of 2**31 or more (a kernel for 32 bits would cut it off and say
+  nothing); tensors of several devices (of one on the CPU Triton says so, an address says nothing);
+  launches with hooks; the interpreter; a build with instrumentation; AMD, where Triton also
+  specialises on the size of a storage.
 
 tests/kernels/test_plans.py compares with what the JIT takes. Knobs are read when a plan is made.
 """
@@ -29,6 +31,9 @@ from triton import JITFunction, knobs
 from triton.runtime import driver
 
 __all__ = ["Family"]
+
+# Of a launch over lists.
+Argument = torch.Tensor | tuple[torch.Tensor | float, ...] | None
 
 _LIMIT = 2**31
 _enter, _leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -51,8 +56,9 @@ class Family:
         self, kernel: Any, constants: Sequence[Any], num_warps: int = 4, fuse: bool = True
     ) -> None:
         self.kernel, self.constants = kernel, tuple(constants)
-        self.options = {"num_warps": num_warps} | ({} if fuse else {"enable_fp_fusion": False})
-        self.plans: dict[int, tuple[Any, ...]] = {}
+        # Fusion is always named: Triton 3.10 changes its default, and bits depend on it.
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": fuse}
+        self.plans: dict[Any, tuple[Any, ...]] = {}
 
     def launch(
         self,
@@ -87,7 +93,7 @@ class Family:
             key = 4 * key + (number % 16 == 0) + 2 * (number == 1)  # type: ignore[operator]
         if bits & 15:
             key = None
-        plan = self.plans.get(key)  # type: ignore[arg-type]
+        plan = self.plans.get(key)
         if plan is None or _enter.calls or _leave.calls:
             self._by_the_jit(grid, (*tensors, *numbers), key)
             return
@@ -97,9 +103,43 @@ class Family:
             *self.constants,
         )  # fmt: skip
 
-    def _by_the_jit(
-        self, grid: tuple[int, ...], arguments: tuple[Any, ...], key: int | None
-    ) -> None:
+    def launch_lists(self, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
+        """Launch where arguments are tensors and tuples of tensors and floats.
+
+        Args:
+            grid: Numbers of programs.
+            arguments: All that come before the constants; the first is a tensor.
+        """
+        device: int = arguments[0].get_device()  # type: ignore[union-attr]
+        key: Any = device
+        bits, addresses = 0, list[Any]()
+        for argument in arguments:
+            nested = type(argument) is tuple
+            members: Any = argument if nested else (argument,)
+            found: list[Any] = []
+            for one in members:
+                if one is None or type(one) is float:
+                    found.append(one)
+                    continue
+                address = one.data_ptr()
+                found.append(address)
+                bits |= address
+                if one.get_device() != device:
+                    key = None
+            addresses.append(tuple(found) if nested else found[0])
+        if bits & 15 and key is not None:  # bias corrections are parts of a vector
+            key = device, _aligned(addresses)
+        plan = self.plans.get(key)
+        if plan is None or _enter.calls or _leave.calls:
+            self._by_the_jit(grid, (*arguments,), key)
+            return
+        run, stream_of, index, function, metadata, _ = plan
+        run(
+            *grid, stream_of(index), function, metadata, None, None, None, *addresses,
+            *self.constants,
+        )  # fmt: skip
+
+    def _by_the_jit(self, grid: tuple[int, ...], arguments: tuple[Any, ...], key: Any) -> None:
         kernel = self.kernel
         compiled = kernel[grid](*arguments, *self.constants, **self.options)
         if key is None or compiled is None:  # a hook of Triton's may decline to compile
@@ -114,3 +154,13 @@ class Family:
             compiled.run, active.get_current_stream, active.get_current_device(),
             compiled.function, compiled.packed_metadata, compiled,
         )  # fmt: skip
+
+
+def _aligned(addresses: Sequence[Any]) -> tuple[Any, ...]:
+    """Of addresses, in tuples too, whether each is a multiple of 16."""
+    return tuple(
+        [
+            _aligned(one) if type(one) is tuple else type(one) is not int or one % 16 == 0
+            for one in addresses
+        ]
+    )

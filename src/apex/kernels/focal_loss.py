@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv, empty
 from apex.kernels._plans import Family
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
@@ -141,16 +140,18 @@ def _launch(
     kinds = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
     family = _family(logits.shape[-1], smoothing != 0.0, gamma == 2.0, kinds)
     numbers = (size, classes, float(alpha), float(gamma), float(smoothing))
-    family.launch((cdiv(size, BLOCK), 1, 1), tensors, numbers, size, classes)
+    family.launch((-(-size // BLOCK), 1, 1), tensors, numbers, size, classes)
 
 
 def forward(
     logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, *numbers: Any
 ) -> torch.Tensor:
     """Compute the loss."""
-    sums = empty(logits, cdiv(logits.numel(), BLOCK))
+    sums = logits.new_empty(-(-logits.numel() // BLOCK), dtype=torch.float32)
     _launch(logits, (targets, sums, None, None, None), *numbers)
-    return sums.sum() / num_positives.to(sums.dtype).reshape(())
+    if num_positives.dtype != sums.dtype:
+        num_positives = num_positives.to(sums.dtype)
+    return sums.sum() / (num_positives.reshape(()) if num_positives.dim() else num_positives)
 
 
 def backward(

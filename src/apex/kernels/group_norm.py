@@ -16,7 +16,6 @@ Variances", 1979, eq. 2.1.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv, empty, half, power_of_2
+from apex.kernels._launching import cdiv, half, power_of_2
 from apex.kernels._plans import Family
+from apex.kernels._settings import kept, setting
 
 # Elements of a tile: 16 for each of 128 threads, two 128-bit loads of 16-bit images; with two
 # images and two sums that is some 100 registers. Derived, not tuned on a GPU.
@@ -126,7 +126,7 @@ def _merged(means, squares, counts, count):
 def group_norm_moments(
     x_ptr, partial_ptr,
     rows, twice_channels, parts, step,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Mean over a program's rows, and sum of squared differences from it, for each channel.
 
@@ -137,7 +137,7 @@ def group_norm_moments(
     means = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
     seen = 0.0
-    for at in range(first, last, ROWS):
+    for at in tl.range(first, last, ROWS, num_stages=STAGES):
         offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         seen += 1.0
@@ -188,14 +188,14 @@ def _sigmoid(x):
 def group_norm_forward(
     x_ptr, weight_ptr, bias_ptr, stats_ptr, y_ptr,
     rows, twice_channels, groups, parts, step,
-    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``y = act((x - mean) * rstd * weight + bias)``."""
     image, first, last, channels, channel = _place(parts, rows, step, twice_channels, CHANNELS)
     mean, rstd = _of_groups(stats_ptr, image, channel, channels, groups)
     factor = rstd * _of_channels(weight_ptr, channel, channels, 1.0)
     bias = _of_channels(bias_ptr, channel, channels, 0.0)
-    for at in range(first, last, ROWS):
+    for at in tl.range(first, last, ROWS, num_stages=STAGES):
         offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         y = (x - mean[None, :]) * factor[None, :] + bias[None, :]
@@ -221,7 +221,7 @@ def _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU: tl.cons
 def group_norm_grad_sums(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, partial_ptr,
     rows, twice_channels, groups, parts, step,
-    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums over rows of ``dz`` and of ``dz * x_hat``, for each channel."""
     image, first, last, channels, channel = _place(parts, rows, step, twice_channels, CHANNELS)
@@ -230,7 +230,7 @@ def group_norm_grad_sums(
     bias = _of_channels(bias_ptr, channel, channels, 0.0)
     one = tl.zeros((ROWS, CHANNELS), tl.float32)
     two = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for at in range(first, last, ROWS):
+    for at in tl.range(first, last, ROWS, num_stages=STAGES):
         offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
         x_hat, dz = _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU)
         one += dz  # 0 outside of the mask, as dy is
@@ -268,7 +268,7 @@ def group_norm_grad_stats(
 def group_norm_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, stats_ptr, means_ptr, dx_ptr,
     rows, twice_channels, groups, parts, step,
-    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    SILU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``dx = rstd * (weight * dz - mean(weight * dz) - x_hat * mean(weight * dz * x_hat))``."""
     image, first, last, channels, channel = _place(parts, rows, step, twice_channels, CHANNELS)
@@ -277,7 +277,7 @@ def group_norm_backward(
     weight = _of_channels(weight_ptr, channel, channels, 1.0)
     bias = _of_channels(bias_ptr, channel, channels, 0.0)
     factor, level, tilt = rstd * weight, rstd * level, rstd * tilt
-    for at in range(first, last, ROWS):
+    for at in tl.range(first, last, ROWS, num_stages=STAGES):
         offsets, mask = _tile(image, at, last, rows, channels, channel, ROWS)
         x_hat, dz = _slope(dy_ptr, x_ptr, offsets, mask, mean, rstd, weight, bias, SILU)
         dx = dz * factor[None, :] - (x_hat * tilt[None, :] + level[None, :])
@@ -290,53 +290,49 @@ def group_norm_backward(
 class _Shape:
     """How images are cut into programs; ``rows`` are the pixels of one."""
 
-    def __init__(self, images: int, channels: int, rows: int, groups: int) -> None:
+    def __init__(
+        self, of: str, dtype: torch.dtype, images: int, channels: int, rows: int, groups: int
+    ) -> None:
         self.images = images
-        block = tile_channels(channels)
-        height = TILE // block
+        block, elements, self.warps, stages, programs = setting(
+            f"group_norm_{of}", dtype, (channels, groups, rows), width=tile_channels(channels),
+            elements=TILE, warps=WARPS, stages=0, programs=PROGRAMS,
+        )  # fmt: skip
+        height = elements // block
         columns, blocks = cdiv(channels, block), cdiv(rows, height)
         width = power_of_2(channels // groups)
         joined = max(1, JOINED // width)
-        parts = max(1, min(PROGRAMS // max(1, self.images * columns), STEPS * joined, blocks))
+        parts = max(1, min(programs // max(1, self.images * columns), STEPS * joined, blocks))
         self.step = cdiv(blocks, parts) * height
         self.parts = cdiv(rows, self.step)
         self.grid = (images * self.parts, columns, 1)
         self.per_group = (images * groups, 1, 1)
         self.sizes = (rows, 2 * channels, groups, self.parts)
-        self.tile = (height, block)
+        self.tile = (height, block, stages or None)
         self.joins = (power_of_2(min(self.parts, joined)), width)
 
 
-def _kinds(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
-    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-
-
-@functools.cache
-def _of_forward(kinds: Any, silu: bool, tile: Any, joins: Any) -> tuple[Family, ...]:
+@kept
+def _of_forward(kinds: Any, silu: bool, tile: Any, joins: Any, warps: int) -> tuple[Family, ...]:
     """For images and weights of some dtypes: moments, statistics, result."""
     return (
-        Family(group_norm_moments, tile, WARPS),
+        Family(group_norm_moments, tile, warps),
         Family(group_norm_stats, joins, WARPS),
-        Family(group_norm_forward, (silu, *tile), WARPS),
+        Family(group_norm_forward, (silu, *tile), warps),
     )
 
 
-@functools.cache
-def _of_backward(kinds: Any, silu: bool, tile: Any, joins: Any) -> tuple[Family, ...]:
+@kept
+def _of_backward(kinds: Any, silu: bool, tile: Any, joins: Any, warps: int) -> tuple[Family, ...]:
     """For images and weights of some dtypes: sums, their statistics, gradient of the input."""
     return (
-        Family(group_norm_grad_sums, (silu, *tile), WARPS),
+        Family(group_norm_grad_sums, (silu, *tile), warps),
         Family(group_norm_grad_stats, joins, WARPS),
-        Family(group_norm_backward, (silu, *tile), WARPS),
+        Family(group_norm_backward, (silu, *tile), warps),
     )
 
 
-_shapes = functools.lru_cache(maxsize=256)(_Shape)  # sizes of images vary
-
-
-def _shape(x: torch.Tensor, groups: int) -> _Shape:
-    images, channels = x.shape[:2]
-    return _shapes(images, channels, x.numel() // (images * channels), groups)
+_shapes = kept(_Shape, 256)  # sizes of images vary
 
 
 def tile_channels(channels: int) -> int:
@@ -355,13 +351,17 @@ def forward(
     Returns:
         ``y`` like ``x``, and float32 ``(images, groups, 2)``: mean and 1 / std.
     """
-    weight, bias = _contiguous(weight), _contiguous(bias)
-    shape = _shape(x, groups)
-    y, stats = torch.empty_like(x), empty(x, x.shape[0], groups, 2)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    images, channels, *_ = x.shape
+    pixels = x.numel() // (images * channels)
+    shape = _shapes("forward", x.dtype, images, channels, pixels, groups)
+    y, stats = torch.empty_like(x), x.new_empty(images, groups, 2, dtype=torch.float32)
     rows, twice_channels, _, parts = shape.sizes
-    partial = empty(x, shape.images, parts, 2, x.shape[1])
+    partial = stats.new_empty(images * parts * 2 * channels)
     grid, sizes, step, tile = shape.grid, shape.sizes, shape.step, shape.tile
-    first, second, third = _of_forward(_kinds(x, weight, bias), silu, tile, shape.joins)
+    kinds = tuple([None if tensor is None else tensor.dtype for tensor in (x, weight, bias)])
+    first, second, third = _of_forward(kinds, silu, tile, shape.joins, shape.warps)
     first.launch(grid, (x, partial), (rows, twice_channels, parts, step), *sizes, step)
     numbers = (*sizes, step)
     second.launch(shape.per_group, (partial, stats), (*numbers, float(eps)), *numbers)
@@ -374,29 +374,32 @@ def backward(
     stats: torch.Tensor, groups: int, eps: float, silu: bool,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients of x, weight and bias, as far as they are needed; ``dy`` may have any strides."""
-    kept, stats = (_contiguous(weight), _contiguous(bias)), stats.contiguous()
+    stats = stats.contiguous()
+    weights = (
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+    )
     if dy.stride() != x.stride():
         dy = dy.movedim(1, -1).contiguous()  # in memory like x
-    shape = _shape(x, groups)
-    images, channels = shape.images, x.shape[1]
-    partial = empty(x, images, shape.parts, 2, channels)
-    sums, means = empty(x, images, 2, channels), empty(x, images, groups, 2)
-    kinds = _kinds(dy, x, *kept, stats)
-    first, second, third = _of_backward(kinds, silu, shape.tile, shape.joins)
+    images, channels, *_ = x.shape
+    pixels = x.numel() // (images * channels)
+    shape = _shapes("backward", x.dtype, images, channels, pixels, groups)
+    partial = x.new_empty(images * shape.parts * 2 * channels, dtype=torch.float32)
+    sums = partial.new_empty(images, 2, channels)
+    means = partial.new_empty(images * groups * 2)
+    tensors = (dy, x, *weights, stats)
+    kinds = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+    first, second, third = _of_backward(kinds, silu, shape.tile, shape.joins, shape.warps)
     grid, sizes, numbers = shape.grid, shape.sizes, (*shape.sizes, shape.step)
-    first.launch(grid, (dy, x, *kept, stats, partial), numbers, *numbers)
-    second.launch(shape.per_group, (partial, kept[0], sums, means), sizes, *sizes)
+    first.launch(grid, (*tensors, partial), numbers, *numbers)
+    second.launch(shape.per_group, (partial, weights[0], sums, means), sizes, *sizes)
     grads: list[torch.Tensor | None] = [None] * 3
     if needs[0]:
         grads[0] = torch.empty_like(x)
-        third.launch(grid, (dy, x, *kept, stats, means, grads[0]), numbers, *numbers)
+        third.launch(grid, (*tensors, means, grads[0]), numbers, *numbers)
     of_images = sums.sum(0) if any(needs[1:]) else None
     for place, (of, row) in enumerate(((weight, 1), (bias, 0)), 1):
         if of_images is not None and of is not None and needs[place]:
             # A copy: results of an operator may not share memory.
             grads[place] = of_images[row].to(of.dtype, copy=True)
     return grads
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -68,22 +68,24 @@ def _tile(columns: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _of_products(dtype: Any, other: Any, index: Any, columns: int) -> Family:
-    return Family(_products, _tile(columns), WARPS, fuse=False)
+def _of_products(dtype: Any, other: Any, index: Any, columns: int) -> tuple[int, int, Family]:
+    """Rows of a program, programs beside each other, and the launches."""
+    height, width = _tile(columns)
+    return height, cdiv(columns, width), Family(_products, (height, width), WARPS, fuse=False)
 
 
 @functools.cache
-def _of_sums(dtype: Any, other: Any, out: Any, columns: int) -> Family:
-    return Family(_sums, _tile(columns), WARPS, fuse=False)
+def _of_sums(dtype: Any, other: Any, out: Any, columns: int) -> tuple[int, Family]:
+    height, width = _tile(columns)
+    return cdiv(columns, width), Family(_sums, (height, width), WARPS, fuse=False)
 
 
 def forward(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
-    y, (size, columns), (height, width) = torch.empty_like(in2), in2.shape, _tile(in2.shape[1])
-    grid = (cdiv(size, height), cdiv(columns, width))
-    family = _of_products(in2.dtype, in1.dtype, index.dtype, columns)
-    numbers = (size, in1.shape[0], 2 * columns)
-    family.launch((*grid, 1), (in2, in1, index, y), numbers, *numbers[:2])
+    y, (size, columns), rows = torch.empty_like(in2), in2.shape, in1.shape[0]
+    height, across, family = _of_products(in2.dtype, in1.dtype, index.dtype, columns)
+    grid, numbers = (-(-size // height), across, 1), (size, rows, 2 * columns)
+    family.launch(grid, (in2, in1, index, y), numbers, size, rows)
     return y
 
 
@@ -104,7 +106,6 @@ def backward(
         # without atomics, and with the same bits at each call.
         sorted_index, order = index.long().sort(stable=True)
         firsts = torch.searchsorted(sorted_index, torch.arange(rows + 1, device=index.device))
-        grid = (rows, cdiv(columns, _tile(columns)[1]))
-        family = _of_sums(dy.dtype, in2.dtype, din1.dtype, columns)
-        family.launch((*grid, 1), (dy, in2, order, firsts, din1), (2 * columns,))
+        across, family = _of_sums(dy.dtype, in2.dtype, din1.dtype, columns)
+        family.launch((rows, across, 1), (dy, in2, order, firsts, din1), (2 * columns,))
     return [din2, din1]

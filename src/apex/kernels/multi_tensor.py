@@ -27,17 +27,18 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from apex.kernels._launching import current_device
+from apex.kernels._plans import Argument, Family
 from apex.kernels._tables import CHUNK, Layout, Table
-from apex.kernels.partial_sums import OPTIONS, joined, reduced, summed
+from apex.kernels.partial_sums import joined, reduced, summed
 
 # Elements per tile; a program has CHUNK.
 BLOCK = 1024
@@ -63,7 +64,7 @@ def _namedtuple(names: tuple[str, ...]) -> Any:
     return namedtuple("Scalars", names)
 
 
-# Kinds of scalars; see `_kind`.
+# Kinds of scalars.
 NUMBER = tl.constexpr(0)  # an argument of the launch
 ON_DEVICE = tl.constexpr(1)  # one number in memory
 PER_TENSOR = tl.constexpr(2)  # a number in memory for each tensor
@@ -223,12 +224,6 @@ def list_kernel(
         tl.store(flag_ptr, 1, mask=tl.sum(totals[len(SUMS)]) > 0)
 
 
-def _kind(scalar: float | torch.Tensor) -> int:
-    if not isinstance(scalar, torch.Tensor):
-        return 0
-    return 1 if scalar.numel() == 1 else 2
-
-
 def launch(
     layout: Layout,
     tables: Sequence[Table],
@@ -246,7 +241,8 @@ def launch(
     flag: torch.Tensor | None = None,
     flags: tuple[int, ...] = (),
     kernel: Any = list_kernel,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    more: tuple[Argument, ...] = (),
+    constants: tuple[Any, ...] = (),
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns in one launch.
 
@@ -254,7 +250,8 @@ def launch(
     the columns' sizes, has at least one program; there are a table and a dtype for each column;
     ``update`` is jitted ``(values, scalars) -> new values``; ``names`` are those of the scalars;
     ``codec`` are two jitted functions, columns to values and new values to columns; ``kernel``
-    takes the arguments of `list_kernel`, and ``more``.
+    takes the arguments of `list_kernel`, ``more`` in front of its constants and ``constants``
+    behind them.
 
     Returns:
         With ``sums``: float32 ``(len(sums), tensors)``; 0 where ``noop`` is set.
@@ -263,34 +260,54 @@ def launch(
     if sums:
         shape = (layout.programs, len(sums))
         partial = torch.empty(shape, dtype=torch.float32, device=layout.device)
-    # `isinstance(1.0, torch.Tensor)` takes 0.1 us: 2 us for ten numbers, of 16 in all.
-    numbers = tuple(s if type(s) is float or _kind(s) else float(s) for s in scalars)
-    kinds = tuple(0 if type(s) is float else _kind(s) for s in scalars)
-    with torch.cuda.device(layout.device if layout.device.type == "cuda" else -1):
-        kernel[(layout.programs,)](
-            layout.blocks,
-            layout.numels,
-            tuple(table.on_device for table in tables),
-            numbers,
-            seed,
-            noop,
-            partial,
-            flag,
-            update,
-            *codec,
-            tuple(DTYPES[dtype] for dtype in dtypes),
-            stores,
-            Named(names),
-            kinds,
-            sums,
-            largest,
-            flags,
-            tuple(table.aligned for table in tables),
-            CHUNK,
-            BLOCK,
-            **OPTIONS,
-            **more,
-        )
-        if partial is None:
-            return None
-        return summed(partial, layout.firsts, largest=largest)
+    numbers: list[Any] = []
+    kinds: list[Any] = []
+    for scalar in scalars:  # ten of them: a function of Python for each would take half of it all
+        if type(scalar) is float:
+            numbers.append(scalar)
+            kinds.append(0)
+        elif isinstance(scalar, torch.Tensor):
+            numbers.append(scalar)
+            kinds.append((1 if scalar.numel() == 1 else 2, scalar.dtype))
+        else:
+            numbers.append(float(scalar))
+            kinds.append(0)
+    arguments = (
+        layout.blocks, layout.numels, tuple([table.on_device for table in tables]),
+        tuple(numbers), seed, noop, partial, flag, *more,
+    )  # fmt: skip
+    aligned = tuple([table.aligned for table in tables])
+    key = (
+        id(kernel), id(update), *map(id, codec), *dtypes, stores, names, *kinds, sums, largest,
+        flags, aligned, seed is None, noop is not None and noop.dtype,
+        flag is not None and flag.dtype, constants,
+    )  # fmt: skip
+    family = _FAMILIES.get(key)
+    if family is None:
+        chosen = (
+            update, *codec, tuple([DTYPES[dtype] for dtype in dtypes]), stores, Named(names),
+            tuple([kind and kind[0] for kind in kinds]), sums, largest, flags, aligned, CHUNK,
+            BLOCK, *constants,
+        )  # fmt: skip
+        family = _FAMILIES[key] = Family(kernel, chosen, fuse=False)
+    if layout.device.type == "cuda" and layout.device.index != current_device():
+        with torch.cuda.device(layout.device):  # Triton launches there
+            return _run(family, layout, arguments, largest)
+    return _run(family, layout, arguments, largest)
+
+
+# By whatever the JIT compiles another kernel for, but for addresses. The functions in a key live as
+# long as their family, which holds them.
+_FAMILIES: dict[Any, Family] = {}
+
+
+def _run(
+    family: Family, layout: Layout, arguments: Sequence[Argument], largest: bool
+) -> torch.Tensor | None:
+    """Launch on the device that is current, and add up what programs leave."""
+    family.launch_lists((layout.programs, 1, 1), arguments)
+    partial = arguments[6]
+    if partial is None:
+        return None
+    assert isinstance(partial, torch.Tensor)
+    return summed(partial, layout.firsts, largest=largest)

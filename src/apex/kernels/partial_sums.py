@@ -11,8 +11,6 @@ import triton.language as tl
 
 from apex.kernels._plans import Family
 
-# As the definition in plain PyTorch computes: multiplications and additions are not contracted.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Partial sums that are added at a time: 33 million elements, so that the largest embedding (2**30
 # elements, 131,072 partial sums) takes 32 steps that wait for each other. The same number for every
 # tensor, so that its sum does not depend on what else is in the list.
@@ -62,6 +60,23 @@ def segment_kernel(
         tl.store(out_ptr + i * tl.num_programs(0) + tensor, reduced(total, LARGEST))
 
 
+@triton.jit
+def norm_kernel(sums_ptr, norm_ptr, each_ptr, flag_ptr, tensors, BLOCK: tl.constexpr):
+    """The arguments and results of `norms_of`; ``each_ptr`` may be absent."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, tensors, BLOCK):
+        mask = at + lanes < tensors
+        some = tl.load(sums_ptr + at + lanes, mask=mask, other=0.0)
+        total += some
+        if each_ptr is not None:
+            tl.store(each_ptr + at + lanes, tl.sqrt_rn(some), mask=mask)
+    norm = tl.sqrt_rn(tl.sum(total))
+    tl.store(norm_ptr, norm)
+    is_finite = tl.abs(norm) < float("inf")
+    tl.store(flag_ptr, 1, mask=is_finite == 0)
+
+
 def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
     """Add up partial sums in one launch, on the device that is current.
 
@@ -77,6 +92,25 @@ def summed(partial: torch.Tensor, firsts: torch.Tensor, *, largest: bool = False
     out = torch.empty((sums, tensors), dtype=torch.float32, device=partial.device)
     _segments(sums, largest).launch((tensors, 1, 1), (partial, firsts, out), ())
     return out
+
+
+def norms_of(
+    sums: torch.Tensor, flag: torch.Tensor, *, each: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take roots of sums of squares in one launch, see :mod:`apex.ops.lists.tensor_norms`."""
+    norm = torch.empty(1, dtype=torch.float32, device=sums.device)
+    norms = torch.empty_like(sums) if each else None
+    device = sums.device if sums.device.type == "cuda" else -1
+    with torch.cuda.device(device):
+        _roots(flag.dtype, each).launch(
+            (1, 1, 1), (sums, norm, norms, flag), (len(sums),), len(sums)
+        )  # fmt: skip
+    return norm, norm.new_empty(0) if norms is None else norms
+
+
+@functools.cache
+def _roots(flag: torch.dtype, each: bool) -> Family:
+    return Family(norm_kernel, (1024,), fuse=False)
 
 
 @functools.cache

@@ -103,11 +103,11 @@ def _quantized_tile(
 @triton.jit
 def quantized_kernel(
     blocks_ptr, numels_ptr, tables, scalar_args, seed_ptr, noop_ptr, partial_ptr, flag_ptr,
+    lengths_ptr, absmaxes, values, cells,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, COLUMNS: tl.constexpr,
     STORES: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, SUMS: tl.constexpr,
     LARGEST: tl.constexpr, FLAGS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, lengths_ptr, absmaxes, values, cells, QUANTIZED: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, QUANTIZED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Run ``UPDATE`` over every element of every tensor of the columns; ``FLAGS`` are not set.
 
@@ -201,12 +201,11 @@ def more(
         lengths: Elements of a row of each tensor.
     """
     places = {column: place for place, column in enumerate(quantized)}
-    arguments = {
-        "lengths_ptr": lengths.on_device,
-        "absmaxes": tuple(table.on_device for table in absmax),
-        "values": tuple(values),
-        "cells": tuple(cells),
-        "QUANTIZED": tuple(places.get(number, -1) for number in range(columns)),
-        "WIDTH": WIDTH,
-    }
-    return {"kernel": quantized_kernel, "more": arguments}
+    arguments = (
+        lengths.on_device,
+        tuple(table.on_device for table in absmax),
+        tuple(values),
+        tuple(cells),
+    )
+    chosen = tuple(places.get(number, -1) for number in range(columns)), WIDTH
+    return {"kernel": quantized_kernel, "more": arguments, "constants": chosen}

@@ -11,7 +11,6 @@ The backward is the same kernel, which takes the two halves of sin crosswise and
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import triton.language as tl
 
 from apex.kernels._launching import power_of_2
 from apex.kernels._plans import Family
+from apex.kernels._settings import kept, setting
 
 # Elements of each half; of a warp 8 a thread, 128 bits of a 16-bit tensor. Derived, not measured.
 TILE = 1024
@@ -78,7 +78,7 @@ def forward(
     back: Any = False,
 ) -> torch.Tensor:
     """Rotate ``t``, of any strides, or the gradient ``t`` back."""
-    y = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    y = torch.empty_like(t, memory_format=torch.contiguous_format)
     t = t if t.stride(3) == 1 else t.contiguous()
     rows, columns, heads, channels = t.shape
     row, column, head, _ = t.stride()
@@ -103,19 +103,25 @@ def backward(dy: torch.Tensor, needs: list[bool], *, dim: int, **tables: Any) ->
     return [forward(dy, **tables, dim=dim, back=True)]
 
 
-@functools.cache
+@kept
 def _family(
     kinds: Any, dim: int, groups: int, back: bool, aligned: int, channels: int, half: int,
     heads: int,
 ) -> Family:  # fmt: skip
-    *tiles, warps = _tiles(channels, half, heads)
+    *tiles, warps = _tiles(channels, half, heads, kinds[0])
     return Family(rotary_kernel, (dim, groups, back, aligned, *tiles), warps, fuse=False)
 
 
-def _tiles(channels: int, half: int, heads: int) -> tuple[int, int, int, int, int, int]:
+def _tiles(
+    channels: int, half: int, heads: int, dtype: torch.dtype
+) -> tuple[int, int, int, int, int, int]:
     """How a program is cut, by the channels of a group and half of those that are rotated."""
     lanes, rest = power_of_2(half), channels - 2 * half
     rest = power_of_2(rest) if rest else 0
     width = max(lanes, rest // 2)
-    height = min(power_of_2(heads), max(1, TILE // width))
-    return channels, half, height, lanes, rest, min(16, max(1, height * width // WARP))
+    elements = width * min(power_of_2(heads), max(1, TILE // width))
+    elements, warps = setting(
+        "rotary", dtype, (heads, channels, half), elements=elements,
+        warps=min(16, max(1, elements // WARP)),
+    )  # fmt: skip
+    return channels, half, max(1, elements // width), lanes, rest, warps

@@ -11,7 +11,6 @@ whole, 128 bits wide. A mask is read through its strides, 0 where heads or batch
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import triton.language as tl
 
 from apex.kernels._launching import half, power_of_2
 from apex.kernels._plans import Family
+from apex.kernels._settings import kept, setting
 
 # The longest rows of one block: 32 elements a thread forward, in 102 registers at most; backward 16
 # of each of two tensors. Longer rows: two 128-bit reads of 16-bit numbers a thread. Derived from
@@ -130,32 +130,38 @@ def scaled_softmax_backward(
 
 
 # Launches without fusion: every product is rounded, as in PyTorch's functions.
-@functools.cache
+@kept
 def _of_forward(
     n_cols: int, dtype: torch.dtype, unmasked: bool, causal: bool
 ) -> tuple[int, Family]:
-    whole, rows, block, warps = _tile(n_cols, WIDEST_FORWARD)
+    whole, rows, block, warps = _tile("softmax_forward", n_cols, dtype, WIDEST_FORWARD)
     constants = (causal, whole, rows, block)
     return rows, Family(scaled_softmax_forward, constants, warps, fuse=False)
 
 
-@functools.cache
+@kept
 def _of_backward(
     n_cols: int, dtype: torch.dtype, dy_dtype: torch.dtype, causal: bool
 ) -> tuple[int, Family]:
-    whole, rows, block, warps = _tile(n_cols, WIDEST_BACKWARD)
+    whole, rows, block, warps = _tile("softmax_backward", n_cols, dtype, WIDEST_BACKWARD)
     constants = (causal, whole, rows, block)
     return rows, Family(scaled_softmax_backward, constants, warps, fuse=False)
 
 
-def _tile(n_cols: int, widest: int) -> tuple[bool, int, int, int]:
+def _tile(op: str, n_cols: int, dtype: torch.dtype, widest: int) -> tuple[bool, int, int, int]:
     """Whether a row is one block; rows and columns of a tile, and warps."""
-    if n_cols > widest:
-        return False, 1, BLOCK, BLOCK_WARPS
-    block = power_of_2(n_cols)
-    rows = max(1, SMALLEST_TILE // block)
+    block, whole = power_of_2(n_cols), int(n_cols <= widest)
+    elements = max(SMALLEST_TILE, block)
     # as many elements a thread as in the widest
-    return True, rows, block, min(WARPS, rows * block * WARPS // widest)
+    warps = min(WARPS, elements * WARPS // widest)
+    if not whole:
+        elements, warps = BLOCK, BLOCK_WARPS
+    whole, elements, warps = setting(
+        op, dtype, (n_cols,), whole=whole, elements=elements, warps=warps
+    )
+    if not whole:
+        return False, 1, elements, warps
+    return True, elements // block, block, warps
 
 
 def _readable(mask: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, list[int]]:
@@ -170,7 +176,7 @@ def _readable(mask: torch.Tensor, n_cols: int) -> tuple[torch.Tensor, list[int]]
 
 def forward(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor:
     """Compute the result, contiguous."""
-    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     *batch, queries, n_cols = x.shape
     n_rows, heads, strides = x.numel() // n_cols, 1, [0, 0, 0]
     if mask is not None:
@@ -194,7 +200,7 @@ def backward(
     ``out``, if given, is written, and may be ``dy``: a program reads each block of its own rows
     before it writes it.
     """
-    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if out is None else out
+    dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if out is None else out
     dy, y, queries, n_cols = dy.contiguous(), y.contiguous(), y.shape[-2], y.shape[-1]
     n_rows = y.numel() // n_cols
     rows, family = _of_backward(n_cols, y.dtype, dy.dtype, causal)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from apex.kernels._launching import cdiv
 from apex.kernels._plans import Family
+from apex.kernels._settings import kept, setting
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of a 16-bit tensor each
 WARPS = 4
@@ -63,22 +61,27 @@ def _backward(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, size, BLOCK: tl.cons
         _backward_block(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, offsets, offsets < size)
 
 
-@functools.cache
-def _of_forward(gate: torch.dtype, up: torch.dtype) -> Family:
-    return Family(_forward, (BLOCK,), WARPS, fuse=False)
+@kept
+def _of_forward(gate: torch.dtype, up: torch.dtype) -> tuple[int, Family]:
+    """Elements of a program, and its launches."""
+    block, warps = setting("swiglu_forward", gate, (), elements=BLOCK, warps=WARPS)
+    return block, Family(_forward, (block,), warps, fuse=False)
 
 
-@functools.cache
-def _of_backward(gate: torch.dtype, up: torch.dtype, dy: torch.dtype, *needs: bool) -> Family:
-    return Family(_backward, (BLOCK,), WARPS, fuse=False)
+@kept
+def _of_backward(
+    gate: torch.dtype, up: torch.dtype, dy: torch.dtype, *needs: bool
+) -> tuple[int, Family]:
+    block, warps = setting("swiglu_backward", gate, (), elements=BLOCK, warps=WARPS)
+    return block, Family(_backward, (block,), warps, fuse=False)
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute the result."""
     y = torch.empty_like(gate)
     size = y.numel()
-    family = _of_forward(gate.dtype, up.dtype)
-    family.launch((cdiv(size, BLOCK), 1, 1), (gate, up, y), (size,), size)
+    block, family = _of_forward(gate.dtype, up.dtype)
+    family.launch((-(-size // block), 1, 1), (gate, up, y), (size,), size)
     return y
 
 
@@ -89,6 +92,6 @@ def backward(
     size = dy.numel()
     dgate = torch.empty_like(gate) if needs[0] else None
     dup = torch.empty_like(up) if needs[1] else None
-    family = _of_backward(gate.dtype, up.dtype, dy.dtype, *needs)
-    family.launch((cdiv(size, BLOCK), 1, 1), (dy, gate, up, dgate, dup), (size,), size)
+    block, family = _of_backward(gate.dtype, up.dtype, dy.dtype, *needs)
+    family.launch((-(-size // block), 1, 1), (dy, gate, up, dgate, dup), (size,), size)
     return [dgate, dup]

@@ -24,7 +24,7 @@ from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_lists import Scalar, grouped, taken
-from apex.ops.lists.tensor_norms import square_sums
+from apex.ops.lists.tensor_norms import norms_of, square_sums
 from apex.ops.updates.adagrad import Adagrad, adagrad_
 from apex.ops.updates.adam import Adam, adam_, unbiased
 from apex.ops.updates.lamb import (
@@ -115,9 +115,8 @@ def multi_tensor_unscale_l2norm(given: Any) -> Norms:
 
 def _norms(given: Any, sums: torch.Tensor | None) -> Norms:
     assert sums is not None  # asked for
-    norm = sums.sum().sqrt().reshape(1)
-    _flag_norms(norm, given.noop_flag)
-    return norm, sums.sqrt() if given.per_tensor_python else sums.new_empty(0)
+    with flag_to_set(given.noop_flag, sums.device) as flag:
+        return norms_of(sums, flag, each=bool(given.per_tensor_python))
 
 
 def _flag_norms(norms: torch.Tensor, noop_flag: torch.Tensor) -> None:

@@ -18,15 +18,6 @@ def wide(*tensors: Optional) -> torch.dtype:
     return torch.float32
 
 
-def alike(x: torch.Tensor, *others: Optional) -> bool:
-    """Whether all tensors that there are have the dtype and the device of the first."""
-    dtype, device = x.dtype, x.device
-    for other in others:
-        if other is not None and not (other.dtype == dtype and other.device == device):
-            return False
-    return True
-
-
 def to_dtype(tensor: Optional, dtype: torch.dtype) -> Optional:
     """Cast a tensor, if there is one and it is of another dtype."""
     # A cast to the dtype that a tensor has costs 0.9 us, to compare them 0.1 us.

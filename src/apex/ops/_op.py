@@ -20,8 +20,10 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -33,13 +35,15 @@ from apex.ops._check import ArgumentError
 from apex.ops._thresholds import Threshold, threshold
 
 UNSURE = object()  #: What :meth:`op.choose` says where more than one tensor has to be looked at.
+# Each call asks for them: a name of this module takes 30 ns less than an attribute of a package.
+_compiler = torch.compiler
+_autocasts = torch._C._is_any_autocast_enabled
+_is_transformed = torch._C._are_functorch_transforms_active
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_forced = _runtime._forced
 _LIBRARY = Library("apex", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _any(x: torch.Tensor) -> bool:
-    return True
 
 
 class op:  # lower case, like torch.autocast: used as a function
@@ -62,7 +66,7 @@ class op:  # lower case, like torch.autocast: used as a function
     Args:
         schema: ``name(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor more)``, without
             defaults: arguments, the result, and what the forward computes for the backward besides.
-            The first argument is a tensor.
+            Tensors are the first arguments.
         definition: ``definition(*args) -> y`` in PyTorch functions; rounds to 16 bits once.
         grads: Names of the tensors that the kernel computes gradients for.
         kernel: Name of the kernel file, if it is not the operation's.
@@ -81,7 +85,8 @@ class op:  # lower case, like torch.autocast: used as a function
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``) or not at all
             (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
-        takes: Whether the kernel takes the first argument as it lies in memory.
+        takes: Whether the kernel takes the first argument as it lies in memory, and from how many
+            elements on this has to be asked: ``(function, least)``.
         compiles_to_operator: Whether ``torch.compile`` for a GPU gets the operator and not the
             definition, which it fuses with what is around. docs/kernels.md has their bytes.
     """
@@ -99,14 +104,15 @@ class op:  # lower case, like torch.autocast: used as a function
         pieces: Any = None,
         autocast: Literal["half", "leave"] = "leave",
         contiguous: bool = True,
-        takes: Callable[[torch.Tensor], bool] = _any,
+        takes: tuple[Callable[[torch.Tensor], bool], int] = (lambda x: True, sys.maxsize),
         compiles_to_operator: Callable[..., bool] = lambda *args: True,
     ) -> None:
         self.name, arguments, self.results = _parsed(schema)
         self.definition, self.gradient, self.pieces = definition, gradient, pieces
         self.allocate = allocate
         self.grads, self.autocast, self.contiguous = grads, autocast, contiguous
-        self.takes, self.compiles_to_operator = takes, compiles_to_operator
+        self.takes, self._asks_from = takes
+        self.compiles_to_operator = compiles_to_operator
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
         self.constants = [name for name in arguments if name not in self.tensors]
@@ -120,28 +126,34 @@ class op:  # lower case, like torch.autocast: used as a function
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
         always_ours = Threshold(1, 1) if self.own_backward else None
         self.threshold = always_ours or threshold(self.name) or Threshold(sys.maxsize, sys.maxsize)
+        # ``above`` of it: elements up to which the definition computes what is not on CUDA.
+        self._elsewhere = pieces
+        if pieces is None or self.own_backward:
+            self._elsewhere = SimpleNamespace(above=0 if self.own_backward else sys.maxsize)
         self._find_positions()
         self._define_operators(schema, arguments)
-        # For eager calls. The function is made once and what computes is chosen for each call, so
-        # `apply` has an argument behind those of the schema, and the backward a None for it.
+        # For eager calls. The function is made once and what computes is chosen for each call.
+        # `apply` takes the tensors, and one argument that holds what computes and all constants.
         methods = {
             "forward": staticmethod(self._computed_and_saved),
             "backward": staticmethod(self._computed_backward),
         }
         self._function: Any = type(self.name, (torch.autograd.Function,), methods)
-        #: ``apply`` of the arguments and what computes, after `choose`: without transforms, which
-        #: torch's own ``apply`` looks for in a frame of Python for each argument.
+        #: ``compute(*tensors, (implementation, *constants))``, after `choose`: the function's
+        #: ``apply`` without transforms, which torch's own looks for in a frame of Python for each
+        #: argument.
         function: Any = torch.autograd.Function
         self.compute: Callable[..., torch.Tensor] = super(function, self._function).apply  # type: ignore[misc]
 
     def _find_positions(self) -> None:
         """Turn names into positions among the arguments and, behind them, the results."""
-        known = [*self.names, *self.results]
-        self._at_tensors = [known.index(name) for name in self.tensors]
-        self._at_saves = [known.index(name) for name in self.saves]
-        self._at_constants = [known.index(name) for name in self.constants]
-        self._at_grads = [known.index(name) for name in self.grads]
+        assert self.names == [*self.tensors, *self.constants], f"{self.name}: tensors come first"
+        self._at_tensors = [*range(len(self.tensors))]  # a list, which torch.compile can trace
+        self._at_grads = [self.names.index(name) for name in self.grads]
         self._at_others = [i for i in self._at_tensors if i not in self._at_grads]
+        known = [*self.tensors, *self.results]
+        self._to_save = _items([known.index(name) for name in self.saves])
+        self._needs = _items(self._at_grads)
         #: Names of what a backward is given, in this order: tensors, then constants.
         self._saved = [*self.saves, *self.constants]
 
@@ -172,32 +184,37 @@ class op:  # lower case, like torch.autocast: used as a function
 
         Kernels or pieces, which `compute` takes; ``None``: the definition; `UNSURE`: ask
         :meth:`__call__`. Functions ask this first: one frame of Python and one of torch's, and if
-        all is well with their other arguments nothing else has to be asked.
+        all is well with their other arguments nothing else has to be asked. Of few elements the
+        definition is computed whatever transforms and modes there are.
         """
         if (
-            torch.compiler.is_dynamo_compiling()
-            or torch.compiler._is_compiling_flag  # torch.export without Dynamo
+            _compiler.is_dynamo_compiling()
+            or _compiler._is_compiling_flag  # torch.export without Dynamo
             or type(x) not in _runtime.PLAIN
-            or torch._C._get_tracing_state() is not None  # sizes would be tensors
-            or torch._C._is_any_autocast_enabled()
-            or torch._C._are_functorch_transforms_active()
-            or _is_wrapped(x)  # what is left of a transform
-            or forward_ad._current_level >= 0
-            or torch._C._len_torch_dispatch_stack() > 0
+            or _autocasts()
         ):
             return UNSURE
-        size, forced = x.numel(), _runtime._forced
+        size = x.numel()
+        if type(size) is not int:  # a tensor: jit.trace records sizes
+            return UNSURE
+        small = size < self.threshold.least if x.is_cuda else size <= self._elsewhere.above
+        if small and not _forced:
+            return None
+        if (
+            _is_transformed()
+            or _is_wrapped(x)  # what is left of a transform
+            or forward_ad._current_level >= 0
+            or _dispatch_modes() > 0
+        ):
+            return UNSURE
         if not size or x.dtype not in _runtime.DTYPES:
             return None
-        if forced:
-            fuses = forced[-1] == "triton"
-        else:
-            fuses = x.is_cuda and size >= self.threshold.least and _runtime._missing() is None
-        if fuses and self._kernel_file and (self.takes is _any or self.takes(x)):
+        fuses = _forced[-1] == "triton" if _forced else x.is_cuda and _runtime._missing() is None
+        if fuses and self._kernel_file and (size < self._asks_from or self.takes(x)):
             return sys.modules.get(self._kernel_file) or self._kernels()
         if self.own_backward:
             return self.pieces
-        if self.pieces is None or forced or not x.is_cpu or size <= self.pieces.above:
+        if _forced or not x.is_cpu or self.pieces is None or size <= self.pieces.above:
             return None
         return UNSURE if hasattr(self.pieces, "serves") else self.pieces
 
@@ -208,7 +225,7 @@ class op:  # lower case, like torch.autocast: used as a function
         if implementation is not UNSURE and self._are_plain(args):
             if implementation is None:
                 return self.definition(*args)
-            return self.compute(*args, implementation)
+            return self.compute(*self._split(args, implementation))
         device_type = x.device.type
         if _runtime.autocasts(device_type):
             args = self.cast(*args)
@@ -226,8 +243,13 @@ class op:  # lower case, like torch.autocast: used as a function
                 return self.definition(*args)
             records = torch._C._len_torch_dispatch_stack() > 0
             if not records:
-                return self._function.apply(*args, implementation)  # type: ignore[no-any-return]
+                return self._function.apply(*self._split(args, implementation))  # type: ignore[no-any-return]
         return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
+
+    def _split(self, args: tuple[Any, ...], implementation: Any) -> tuple[Any, ...]:
+        """Arguments of the function: the tensors, then what computes and the constants in one."""
+        count = len(self.tensors)
+        return *args[:count], (implementation, *args[count:])
 
     def cast(self, *args: Any) -> tuple[Any, ...]:
         """Cast tensors as autocast does, if it is on for the device of the first."""
@@ -326,42 +348,41 @@ class op:  # lower case, like torch.autocast: used as a function
     # -- autograd ----------------------------------------------------------------------------------
 
     def _computed_and_saved(self, ctx: Any, *args: Any) -> Any:
-        implementation, dense = args[-1], [*args[:-1]]
-        for i in self._at_tensors:
-            tensor = dense[i]
+        tensors, how = args[:-1], args[-1]
+        dense: Sequence[Any] = tensors
+        for tensor in tensors:
             if tensor is not None and (
                 tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
             ):
-                dense = self._dense(dense, self._at_tensors)
+                dense = self._dense(tensors, self._at_tensors)
                 break
+        implementation, *constants = how
         if args[0].is_cuda and args[0].get_device() != _current_device():
-            outputs = call_on_device(implementation.forward, args[0], *dense)
+            outputs = call_on_device(implementation.forward, args[0], *dense, *constants)
         else:
-            outputs = implementation.forward(*dense)
-        y, *more = (outputs,) if outputs.__class__ is torch.Tensor else outputs
-        known = (*args[:-1], y, *more)
-        ctx.implementation = implementation
-        ctx.constants = tuple(map(known.__getitem__, self._at_constants))
-        ctx.save_for_backward(*map(known.__getitem__, self._at_saves))
-        return y
+            outputs = implementation.forward(*dense, *constants)
+        ctx.how = how
+        if outputs.__class__ is torch.Tensor:
+            ctx.save_for_backward(*self._to_save((*tensors, outputs)))
+            return outputs
+        ctx.save_for_backward(*self._to_save((*tensors, *outputs)))
+        return outputs[0]
 
     def _computed_backward(self, ctx: Any, dy: torch.Tensor | None) -> Any:
         """Backward of an eager call: by what computed the forward, if nothing is unusual."""
+        needed = ctx.needs_input_grad
         if (
             dy is None  # only another result was used
             or torch.is_grad_enabled()
-            or torch._C._is_any_autocast_enabled()
-            or torch._C._len_torch_dispatch_stack() > 0
+            or _autocasts()
+            or _dispatch_modes() > 0
             or _is_wrapped(dy)
             or _is_batched(dy)
-            or torch.compiler.is_dynamo_compiling()
-            or torch.compiler._is_compiling_flag
+            or _compiler.is_dynamo_compiling()
+            or _compiler._is_compiling_flag
+            or any(map(needed.__getitem__, self._at_others))
         ):
-            return (*self._gradients(ctx, dy), None)
-        needed = ctx.needs_input_grad
-        for i in self._at_others:
-            if needed[i]:
-                return (*self._gradients(ctx, dy), None)
+            return (*self._gradients(ctx, dy)[: len(self.tensors)], None)
         dense: list[Any] = [dy, *ctx.saved_tensors]
         for tensor in dense:
             if tensor is not None and (
@@ -369,16 +390,16 @@ class op:  # lower case, like torch.autocast: used as a function
             ):
                 dense = self._dense(dense, range(len(dense)))
                 break
-        given = dict(zip(self._saved, (*dense[1:], *ctx.constants), strict=True))
-        needs = tuple(map(needed.__getitem__, self._at_grads))
-        backward = ctx.implementation.backward
+        implementation, *constants = ctx.how
+        given = dict(zip(self._saved, (*dense[1:], *constants), strict=True))
+        needs = self._needs(needed)
         if dy.is_cuda and dy.get_device() != _current_device():
-            gradients = call_on_device(backward, dy, dense[0], needs, **given)
+            gradients = call_on_device(implementation.backward, dy, dense[0], needs, **given)
         else:
-            gradients = backward(dense[0], needs, **given)
-        found: list[torch.Tensor | None] = [None] * (len(self.names) + 1)
-        for i, gradient, need in zip(self._at_grads, gradients, needs, strict=True):
-            if need:
+            gradients = implementation.backward(dense[0], needs, **given)
+        found: list[torch.Tensor | None] = [None] * len(needed)
+        for i, gradient in zip(self._at_grads, gradients, strict=True):
+            if needed[i]:
                 found[i] = gradient
         return tuple(found)
 
@@ -386,10 +407,9 @@ class op:  # lower case, like torch.autocast: used as a function
         outputs = _as_tuple(output)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
-        known = (*inputs, *outputs)
-        ctx.implementation = None
-        ctx.constants = tuple(known[i] for i in self._at_constants)
-        ctx.save_for_backward(*[known[i] for i in self._at_saves])
+        count = len(self.tensors)
+        ctx.how = (None, *inputs[count:])
+        ctx.save_for_backward(*self._to_save((*inputs[:count], *outputs)))
 
     def _gradients(self, ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
         """Backward of an ``autograd.Function``: a gradient, or None, for each argument."""
@@ -398,7 +418,8 @@ class op:  # lower case, like torch.autocast: used as a function
         if _runtime.autocasts(dy.device.type):
             with torch.autocast(dy.device.type, enabled=False):
                 return self._gradients(ctx, dy)
-        needed, saved = ctx.needs_input_grad, (*ctx.saved_tensors, *ctx.constants)
+        implementation, *constants = ctx.how
+        needed, saved = ctx.needs_input_grad, (*ctx.saved_tensors, *constants)
         compiling = torch.compiler.is_compiling()
         again = torch.is_grad_enabled() and not compiling
         if again or (self._at_others and any(needed[i] for i in self._at_others)):
@@ -407,10 +428,10 @@ class op:  # lower case, like torch.autocast: used as a function
             return tuple(by_name.get(name) for name in self.names)
         needs = [needed[i] for i in self._at_grads]
         records = compiling or torch._C._len_torch_dispatch_stack() > 0
-        if ctx.implementation is None or records or _runtime.batched(dy):
+        if implementation is None or records or _runtime.batched(dy):
             gradients = _as_tuple(self.backward_operator(dy, needs, *saved))
         else:
-            gradients = self._computed_gradients(ctx.implementation, dy, needs, saved)
+            gradients = self._computed_gradients(implementation, dy, needs, saved)
         found: list[torch.Tensor | None] = [None] * len(self.names)
         for i, gradient, need in zip(self._at_grads, gradients, needs, strict=True):
             found[i] = gradient if need else None
@@ -493,6 +514,14 @@ def call_on_device(
         return function(*args, **kwargs)
     with torch.cuda.device(first.device):  # Triton launches there
         return function(*args, **kwargs)
+
+
+def _items(positions: list[int]) -> Any:
+    """A function that picks the items at some positions of a tuple, as a tuple."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    start = positions[0] if positions else 0
+    return operator.itemgetter(slice(start, start + len(positions)))
 
 
 def _parsed(schema: str) -> tuple[str, dict[str, str], list[str]]:

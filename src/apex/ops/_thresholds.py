@@ -13,11 +13,12 @@ measured yet.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-__all__ = ["FILE", "Threshold", "prefer", "threshold"]
+from apex import _measured
+
+__all__ = ["FILE", "Threshold", "check", "prefer", "threshold"]
 
 Clock = Literal["gpu", "wall"]
 CLOCKS = get_args(Clock)
@@ -41,9 +42,21 @@ _rows: dict[str, Threshold] = {}  # by operation
 def threshold(name: str) -> Threshold | None:
     """The numbers of an operation, the same object for every caller; ``None`` if it has none."""
     if not _rows:
-        content: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
-        _rows.update((key, Threshold(row["gpu"], row["wall"])) for key, row in content.items())
+        rows = _measured.read(FILE, check, lambda row: True)
+        _rows.update((row["op"], Threshold(row["gpu"], row["wall"])) for row in rows)
     return _rows.get(name)
+
+
+def check(row: _measured.Row) -> None:
+    """Refuse a row without numbers.
+
+    Raises:
+        ValueError: Says what they are.
+    """
+    for clock in CLOCKS:
+        number = row.get(clock)
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{row['op']}: {clock} is {number!r}; it is an integer from 1 on.")
 
 
 class prefer:  # lower case, like torch.set_grad_enabled: used as a function

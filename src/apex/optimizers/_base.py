@@ -73,7 +73,9 @@ _NOT_COPIED = {
     "_dummy_overflow_buf",
     "_begun",
     "_apart",
+    "_uniform",
     "_shown",
+    "_shown_at",
 }
 
 
@@ -153,6 +155,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _partition: Partition | None = None
     # Addresses and sizes of gradients that share no memory with each other, of the last step.
     _apart: tuple[Any, Any] = (None, None)
+    # What the last step knows of its columns where all were uniform, see `_columns._remember`.
+    _uniform: Any = None
 
     # -- construction ------------------------------------------------------------------------------
 
@@ -374,7 +378,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         updates = self._updates(together, chain.from_iterable(starmap(split, lists)), options)
         self._finish(updates, sharded)
-        if not self._writes_grads:
+        if copied and not self._writes_grads:
             write_back(gradients, copied)
         self._note_versions()
 
@@ -390,7 +394,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return own_copies(gradients)
         # The sizes are the same object as long as the metadata are the same.
         addresses, numels = gradients.addresses(), gradients.numels()
-        if self._apart[1] is numels and self._apart[0] == addresses:
+        before, sizes = self._apart
+        if sizes is numels and (before is addresses or before == addresses):
             return {}
         copied = own_copies(gradients)
         self._apart = (None, None) if copied else (addresses, numels)
@@ -425,10 +430,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for number, launch in launches:
             device = launch.device
             if device not in everywhere:
-                everywhere[device] = options._replace(
-                    factor=_on(options.factor, device),
-                    noop=None if noop is None else noop.to(device, non_blocking=True),
-                )
+                everywhere[device] = _on(options, device)
             here = everywhere[device]
             if launch.extra is not None:
                 here = here._replace(extra=launch.extra)
@@ -515,7 +517,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _note_versions(self) -> None:
         """Note the weights' versions, to see whether somebody else writes them."""
-        if self._mastered or self._storage.column:
+        if self._mastered or (self.storage != "plain" and self._storage.column):
             self._written = versions(self)
 
     # -- what an algorithm does --------------------------------------------------------------------
@@ -620,5 +622,11 @@ def _read(factor: Scalar, noop: torch.Tensor | None) -> tuple[Scalar, torch.Tens
     return factor, None, bool(noop.item())
 
 
-def _on(value: Scalar, device: torch.device) -> Scalar:
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+def _on(options: StepOptions, device: torch.device) -> StepOptions:
+    """The options for launches on a device."""
+    factor, noop = options.factor, options.noop
+    if isinstance(factor, torch.Tensor):
+        options = options._replace(factor=factor.to(device, non_blocking=True))
+    if noop is not None:
+        options = options._replace(noop=noop.to(device, non_blocking=True))
+    return options

@@ -30,6 +30,7 @@ from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._launches import GroupGrads, Launch, SplitArguments
 
 _MASTERED, _GRAD = methodcaller("__contains__", "master_param"), attrgetter("grad")
+_IS_NESTED = attrgetter("is_nested")
 _PLAIN = OWN_MEMORY | {type(None)}  # a gradient may be missing
 
 Extra = Sequence[torch.Tensor | None] | None
@@ -59,7 +60,7 @@ def without_missing(one: GroupGrads) -> GroupGrads:
 
 
 def joined(
-    active: Iterable[GroupGrads], numbers: Collection[str] | None, noop: torch.Tensor | None
+    active: Sequence[GroupGrads], numbers: Collection[str] | None, noop: torch.Tensor | None
 ) -> list[list[GroupGrads]]:
     """Join groups that have parameters and whose numbers are equal, or are the same tensors.
 
@@ -70,6 +71,8 @@ def joined(
         numbers: Keys of what an update reads of a group; ``None`` if it reads more than numbers.
         noop: Whether the step is skipped, if only a device knows that.
     """
+    if len(active) == 1:
+        return [[*active]] if active[0].group["params"] else []
     found: dict[Any, list[GroupGrads]] = {}
     for one in active:
         group = one.group
@@ -191,10 +194,17 @@ def collected(
         copies: 16-bit weights that get the new values, by parameter.
         grads: Gradients instead of ``param.grad``, by parameter.
     """
-    groups = optimizer.param_groups
-    active = [with_grads(group, grads) for group in groups]
-    every = concatenated([group["params"] for group in groups])
-    gradients: Sequence[torch.Tensor] = concatenated([one.grads for one in active])
+    active = [with_grads(group, grads) for group in optimizer.param_groups]
+    if len(active) == 1:
+        (_, every, gradients), *_ = active
+    else:
+        every = concatenated([one.params for one in active])
+        gradients = concatenated([one.grads for one in active])
+    numbers = optimizer.defaults if optimizer._joins_groups else None
+    if optimizer._uniform is not None and not copies and (grads is None or _flat(gradients)):
+        found = _recalled(optimizer, kept, joined(active, numbers, noop), active, every, gradients)
+        if found is not None:
+            return found
     types = {*map(type, chain(every, gradients))}
     if type(None) in types:
         active = [*map(without_missing, active)]
@@ -205,9 +215,100 @@ def collected(
         name = optimizer._name
         active = [one._replace(grads=[*placed(name, one.params, one.grads)]) for one in active]
         gradients = concatenated([one.grads for one in active])
-    together = joined(active, optimizer.defaults if optimizer._joins_groups else None, noop)
+    together = joined(active, numbers, noop)
     found = Collected(active, every, gradients, together, None)
     return found._replace(lists=lists_of(optimizer, found, kept, copies, makes=False))
+
+
+def _flat(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether no gradient is missing, a wrapper or nested: torch's guards end the process on one.
+
+    Of a parameter's own gradient torch takes care.
+    """
+    return OWN_MEMORY.issuperset(map(type, gradients)) and not any(map(_IS_NESTED, gradients))
+
+
+def _recalled(
+    optimizer: Any,
+    kept: Sequence[tuple[str, ...]],
+    together: list[list[GroupGrads]],
+    active: list[GroupGrads],
+    every: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+) -> Collected | None:
+    """What a step has found if all metadata is that of an earlier uniform step, see `_remember`.
+
+    Nothing else is looked at then: types and shapes are compared with those that were checked. Of
+    the state all entries are found anew.
+    """
+    last: Uniform = optimizer._uniform
+    state, slots, count = optimizer.state, last.slots, len(last.numels)
+    if {*kept} != {slots} or not len(every) == len(state) == count:
+        return None
+    if not all(map(is_, state, every)) or {*map(len, state.values())} != {len(slots)}:
+        return None
+    if len(active) > 1 and not all(map(is_, chain.from_iterable(together), active)):
+        return None  # joined in another order
+    try:
+        columns = [gradients, every, *_slot_columns(optimizer, [*state.values()], slots)]
+    except KeyError:
+        return None
+    if not last.guards.check(*chain.from_iterable(columns)):
+        return None
+    addresses = tuple(map(torch.Tensor.data_ptr, chain.from_iterable(columns)))
+    if addresses != last.together:
+        last.together = addresses
+        last.addresses = [addresses[n : n + count] for n in range(0, len(addresses), count)]
+    known = [*map(TensorColumn, columns)]
+    for column, its in zip(known, last.addresses, strict=True):
+        column.is_uniform, column._addresses, column.known_numels = True, its, last.numels
+    for column, slot in zip(known[2:], slots, strict=True):
+        if slot in optimizer.slot_shapes:
+            column.known_numels = None
+    sizes = [count] if len(together) == 1 else [*map(_size, together)]
+    return Collected(active, every, known[0], together, [(every, known, None, True, sizes)])
+
+
+def _size(groups: Sequence[GroupGrads]) -> int:
+    return sum([len(one.params) for one in groups])
+
+
+class Uniform:
+    """What is known of the columns of a step as long as their metadata stay the same.
+
+    Where the tensors lie is found at each step. If it is as before, columns have the same tuples of
+    addresses as before: whoever compares these needs not look into them.
+
+    Attributes:
+        slots: Of the parameters.
+        guards: Of gradients, weights and slots, which hold as long as the metadata are the same.
+        numels: Elements of each weight.
+        together: All addresses of the last step.
+        addresses: These by column.
+    """
+
+    def __init__(self, slots: tuple[str, ...], guards: Any, numels: tuple[int, ...]) -> None:
+        self.slots, self.guards, self.numels = slots, guards, numels
+        self.together: tuple[int, ...] = ()
+        self.addresses: list[tuple[int, ...]] = []
+
+
+def _remember(optimizer: Any, slots: tuple[str, ...], columns: Sequence[TensorList]) -> None:
+    """Keep the guards of a uniform step without masters, copies or a storage's column.
+
+    Args:
+        optimizer: Whose.
+        slots: Of the parameters.
+        columns: Gradients, weights and slots: all that such a step reads and writes.
+    """
+    others = [*map(optimizer.slot_shapes.__contains__, slots)]
+    if optimizer._state_form != "plain" or optimizer.storage != "plain" or optimizer._mastered:
+        return
+    if others != sorted(others):  # guards have slots shaped like the weight first
+        return
+    shapes = [optimizer.slot_shapes[slot] for slot in slots if slot in optimizer.slot_shapes]
+    entry = vars(uniform_numels)["entry"](columns, *shapes)
+    optimizer._uniform = None if entry is None else Uniform(slots, *entry)
 
 
 def with_own(
@@ -287,7 +388,10 @@ def _columns(
     if not plain:
         columns = [*map(local_parts, columns)]
     numels = _uniform_numels(optimizer, here, columns, extra, kept)
+    optimizer._uniform = None
     if numels is not None:
+        if not mastered and extra is None:
+            _remember(optimizer, kept, columns)
         known = [x if isinstance(x, TensorColumn) else TensorColumn(x) for x in columns]
         for column, slot in zip(known, ("", "", *kept), strict=True):
             column.is_uniform = True

@@ -59,6 +59,8 @@ class FusedNovoGrad(FusedOptimizer):
     reg_inside_moment, moment_mode = False, 1
     # What groups show since the norms were looked at last: the lists, and the tensors in them.
     _shown: Sequence[Any] = ()
+    # Where the norms were then, if the last step knew; see `_columns.Uniform`.
+    _shown_at: tuple[int, ...] | None = None
     _algorithm, _numbers = staticmethod(novograd_stages), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
@@ -165,16 +167,26 @@ class FusedNovoGrad(FusedOptimizer):
                 if "norm" in state:
                     state["norm"] = state["norm"].to(param.device)
         super().step_scaled(factor, noop, **options)
-        seen = self._seen()
-        if len(seen) != len(self._shown) or not all(map(is_, seen, self._shown)):
+        place = self._uniform and self._uniform.addresses and self._uniform.addresses[-1]
+        if self._shown and place and place is self._shown_at:  # norms are where they were
+            seen = self._in_groups()
+            before = self._shown[: len(seen)]
+        else:
+            seen, before = self._seen(), self._shown
+        if len(seen) != len(before) or not all(map(is_, seen, before)):
             self._show_norms()
+        self._shown_at = place
+
+    def _in_groups(self) -> list[Any]:
+        """What groups have under "exp_avg_sq"."""
+        shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
+        return [*shown, *chain(*shown)]
 
     def _seen(self) -> list[Any]:
         """What groups have under "exp_avg_sq", and the norms of all states."""
-        shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
         states = self.state.values()
         norms = [state.get("norm") for state in states if isinstance(state, dict)]
-        return [*shown, *chain(*shown), *norms]
+        return [*self._in_groups(), *norms]
 
     def _show_norms(self) -> None:
         """Have the groups show the norms, where the original has them."""

@@ -140,7 +140,10 @@ class FusedSGD(FusedOptimizer):
 
     def _stepped_slots(self) -> tuple[str, ...]:
         # As in torch: no buffers where no group has momentum.
-        return self.slots if any(group["momentum"] for group in self.param_groups) else ()
+        for group in self.param_groups:
+            if group["momentum"]:
+                return self.slots
+        return ()
 
     def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
         return super()._new_slot(slot, param).fill_(-0.0)

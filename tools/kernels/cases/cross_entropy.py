@@ -28,5 +28,5 @@ def cases() -> Iterator[CompiledCase]:
         for words, call in calls[1 if odd else 0 :]:
             yield from launched(
                 call, "cross_entropy", kind + words, writes=("out_ptr",), narrow=narrow,
-                tile=min(BLOCK, _block(columns)), aligned=not odd,
+                tile=min(BLOCK, _block(columns)), aligned=not odd, repeated=True,
             )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from apex.kernels.partial_sums import summed
+from apex.kernels.partial_sums import norms_of, summed
 from tools.kernels.case import CompiledCase, launched, meta
 
 
@@ -15,4 +15,9 @@ def cases() -> Iterator[CompiledCase]:
     yield from launched(
         lambda: summed(meta("fp32", 300, 1), meta("i64", 10)), "segment_sums", "fp32",
         prefix="segment_kernel", narrow=narrow,
+    )  # fmt: skip
+    pointers = ("sums_ptr", "norm_ptr", "each_ptr", "flag_ptr")
+    yield from launched(
+        lambda: norms_of(meta("fp32", 300), meta("i32", 1), each=True), "norms", "fp32",
+        prefix="norm_kernel", narrow=dict.fromkeys(pointers, "one number a tensor, or one in all"),
     )  # fmt: skip

@@ -219,6 +219,7 @@ class Ledger:
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
         is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
         began: How many times a block was opened or gradients were cleared.
+        steps: How many steps were taken or skipped, as far as the host has made them.
         scaled_elsewhere: Weights with the gradients that a block without this optimizer has
             written, scaled, and the versions of these.
     """
@@ -237,6 +238,7 @@ class Ledger:
     is_unreduced: bool = False
     is_captured: bool | None = None
     began: int = 0
+    steps: int = 0
     scaled_elsewhere: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
@@ -466,7 +468,7 @@ class Ledger:
         params = self.params
         self.is_unreduced = False
         self.is_captured = None
-        self.has_stepped = True
+        self.has_stepped, self.steps = True, self.steps + 1
         if is_written:
             params.record()
         elif is_taken and params.weights:

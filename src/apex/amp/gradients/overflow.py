@@ -86,6 +86,7 @@ class Overflow:
     limit: int
     counts: TakenSteps
     skipped: int = 0  # steps in a row, as far as the host knows
+    told: int = 0  # steps in all, as far as replays of a CUDA graph have told
     # Copies of the flags of deferred steps that have not arrived.
     sent: deque[tuple[list[int], bool, AsyncCopy]] = field(default_factory=deque)
 

@@ -2,31 +2,41 @@
 
 A graph reads the memory of its capture. So the tensors among the arguments are copied into tensors
 of the graph's own, and everything else (structure, shapes, numbers, modules) is a part of the key:
-calls with another key do not replay.
+calls with another key do not replay. torch's pytree walks take 8 times as long.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-# Arguments that are no tensors: equal ones mean the same to the function.
+# Arguments that are no tensors: equal ones mean the same to the function. Of the last row equal
+# ones are the same object.
 _CONSTANTS = (
     int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size, slice, range, enum.Enum,
+    torch.memory_format, slice, range, enum.Enum,
+    torch.nn.Module, torch.optim.Optimizer, types.FunctionType, types.MethodType, type,
 )  # fmt: skip
-# What means the same as long as it is the same object.
-_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, types.FunctionType, types.MethodType, type)
 
 
 class Unfollowed(Exception):
     """A graph cannot follow this argument; the text says why."""
+
+
+def _named(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a dict or an object of a dataclass holds, with its names."""
+    if isinstance(value, MutableMapping):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
+    return None
 
 
 def key_of(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -36,66 +46,62 @@ def key_of(value: Any, tensors: list[torch.Tensor]) -> Any:
         Unfollowed: It could change without this key.
     """
     kind = type(value)
-    if kind is torch.Tensor:
-        if value.requires_grad or value.layout is not torch.strided:
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if value.requires_grad:
             raise Unfollowed(
                 "a tensor among the arguments requires gradients, which a replay would leave to "
                 "its copy"
-                if value.requires_grad
-                else f"a tensor of layout {value.layout}"
             )
+        if value.layout is not torch.strided:
+            raise Unfollowed(f"a tensor of layout {value.layout}")
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device
-    if kind is tuple or kind is list or isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return kind, *[key_of(item, tensors) for item in value]
-    if isinstance(value, Mapping):
-        return kind, *[(name, key_of(item, tensors)) for name, item in value.items()]
-    if isinstance(value, _OBJECTS):
-        return kind, id(value)
     if isinstance(value, _CONSTANTS):
         return kind, str(value) if kind in (slice, float) else value  # 0.0 == -0.0
-    raise Unfollowed(
-        f"an argument is a {kind.__name__}, in which a graph does not find its tensors. Pass "
-        "tensors, numbers, and tuples, lists and dicts of them"
-    )
+    named = _named(value)
+    if named is None:
+        raise Unfollowed(
+            f"an argument is a {kind.__name__}, in which a graph does not find its tensors. Pass "
+            "tensors, numbers, and tuples, lists, dicts and dataclasses of them"
+        )
+    return kind, *[(name, key_of(item, tensors)) for name, item in named]
 
 
-def replaced(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """``value`` with ``tensors`` instead of its own, in the order of :func:`key_of`."""
+def rebuilt(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any]
+) -> Any:
+    """``value`` with what ``change`` makes of its tensors and ``other`` of what is no container."""
     if isinstance(value, torch.Tensor):
-        return next(tensors)
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        items = [replaced(item, tensors) for item in value]
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [rebuilt(item, change, other) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        made: Any = copy.copy(value)
-        for name, item in value.items():
-            made[name] = replaced(item, tensors)
-        return made
-    return value
+    named = _named(value)
+    if named is None:
+        return other(value)
+    made = copy.copy(value)
+    is_dict = isinstance(made, MutableMapping)
+    put = made.__setitem__ if is_dict else partial(object.__setattr__, made)
+    for name, item in named:
+        put(name, rebuilt(item, change, other))
+    return made
 
 
-def each(results: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change every tensor of ``results``: a tensor, or containers of some.
+def copied(result: torch.Tensor) -> torch.Tensor:
+    """A result as each call returns it: later steps do not change it."""
+    return result.detach().clone()
 
-    Raises:
-        TypeError: Something else is there, which each replay would return unchanged.
-    """
-    if isinstance(results, torch.Tensor):
-        return change(results)
 
-    def changed(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if isinstance(leaf, torch.Tensor):
-            return change(leaf)
+def only_none(result: Any) -> None:
+    """Raise ``TypeError`` for a result that is no tensor, and that all replays would repeat."""
+    if result is not None:
         raise TypeError(
-            f"amp.capture: the function returned {leaf!r} ({type(leaf).__name__}). Replays run no "
-            "Python code, so all would return that. Return tensors, such as loss.detach(), or "
+            f"amp.capture: the function returned {result!r} ({type(result).__name__}). Replays run "
+            "no Python code, so all would return that. Return tensors, such as loss.detach(), or "
             "None; read numbers outside of the function."
         )
-
-    return pytree.tree_map(changed, results)
 
 
 def surroundings() -> tuple[Any, ...]:

@@ -17,30 +17,34 @@ since amp writes them in place.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
 from apex._program import stacklevel
+from apex.amp.graphs import arguments as kinds
 from apex.amp.graphs import device as devices
-from apex.amp.graphs.arguments import Unfollowed, each, key_of, replaced, surroundings
-from apex.amp.graphs.followed import Followed
+from apex.amp.graphs.followed import Followed, is_settled, state_to_capture
 from apex.amp.graphs.probe import Probe, describe
 from apex.amp.graphs.reports import Reports
 from apex.amp.graphs.snapshot import Snapshot
-from apex.amp.optimizer import state_of
 from apex.amp.training import is_disabled, managed
 from apex.ops import _runtime
 
 _Results = TypeVar("_Results")
 
 WARM_UP = 3
-# So many changes in a row, each soon after the last one, are those of a number that always changes.
-MOST_CAPTURES, FEW_CALLS = 8, 16
-_active: list[Any] = []  # steps whose calls are under way
+# A graph that serves fewer calls than this was captured in vain: twice as many calls run without
+# one before the next capture.
+FEW_CALLS, MOST_CALLS = 16, 32
+MOST_KINDS = 64  # of arguments, all of them different, before a graph
+
+
+_thread = threading.local()  # is_busy: whether a step is under way
 
 
 def capture(
@@ -123,79 +127,94 @@ class CapturedStep(Generic[_Results]):
         self._device_graph: Any = None
         self._graph: _Graph | None = None
         self._followed: Followed | None = None  # since the warm-up
-        self._reports: Reports | None = None
+        self._reports: Any = None
         self._why = ""  # there will be no graph
-        self._since = self._quick = 0  # calls since the warm-up; changes soon after one, in a row
+        self._since = self._wait = 0  # calls since the warm-up; those of the next one
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "amp.capture: a captured step cannot be copied or pickled, since it belongs to the "
+            "model and optimizers of its function. Copy these, and make a new step."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Results:
         """Take a step."""
-        if _active or _runtime.capturing():
+        if getattr(_thread, "is_busy", False) or _runtime.capturing():
             raise RuntimeError(
                 "amp.capture: a step was called inside of another one, or of the capture of a "
                 "CUDA graph. Capture the outer function only."
             )
-        _active.append(self)
+        _thread.is_busy = True
         try:
             self.calls += 1
-            tensors: list[torch.Tensor] = []
-            try:
-                key = key_of((args, kwargs), tensors), surroundings()
-            except Unfollowed as reason:
-                if not self._why:
-                    self._give_up(str(reason))
-                return self._run(args, kwargs)
-            return self._step(key, tensors, args, kwargs)
+            return self._run(args, kwargs) if self._why else self._step(args, kwargs)
         finally:
-            _active.pop()
+            _thread.is_busy = False
 
-    def _step(self, key: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> _Results:
+    def _step(self, args: Any, kwargs: Any) -> _Results:
+        tensors: list[torch.Tensor] = []
+        try:
+            key = kinds.key_of((args, kwargs), tensors), kinds.surroundings()
+        except kinds.Unfollowed as reason:
+            self._give_up(str(reason))
+            return self._run(args, kwargs)
         self._since += 1
         if self._followed is not None:
-            self._look(self._followed)
+            self._look(self._followed.change)
         followed, graph = self._followed, self._graph
         if followed is not None and not followed.is_in_another_mode():
             if graph is not None and graph.key == key:
                 return self._replay(graph, tensors)
             if graph is None and key in self._kinds and self._device_graph is not None:
                 return self._capture(followed, key, tensors, args, kwargs)
-        self._kinds.add(key)
+        if graph is None:
+            self._kinds.add(key)
+            if len(self._kinds) > MOST_KINDS:
+                self._give_up(
+                    f"its arguments were of {MOST_KINDS} kinds. Pass a number that counts as a "
+                    "tensor on the device, and pad what has another shape each time"
+                )
         return self._run(args, kwargs, tensors)
 
-    def _look(self, followed: Followed) -> None:
-        """Follow what has changed since the last call, or give up the graph."""
+    def _look(self, look: Callable[[], str]) -> None:
+        """See what has changed, and drop the graph where it takes a new one."""
         try:
-            change = followed.change()
+            change = look()
         except BaseException:
             self._forget()
             raise
         if change:
-            self._quick = self._quick + 1 if self._since < FEW_CALLS else 0
-            self._forget()
-            if self._quick >= MOST_CAPTURES:
-                self._give_up(
-                    f"{change}, as {self._quick} times before within {FEW_CALLS} calls. Each time "
-                    "takes a new capture. Only learning rates are written to the device: leave "
-                    "other numbers as they are (OneCycleLR(cycle_momentum=False))"
-                )
+            self._changed(change)
+
+    def _changed(self, change: str) -> None:
+        """Capture anew after some calls: the more, the more graphs were captured in vain."""
+        self._wait = min(max(1, 2 * self._wait), MOST_CALLS) if self._since < FEW_CALLS else 1
+        self._forget()
+        if self._wait == MOST_CALLS // 2:
+            self._warn(
+                f"{self._name} is captured again and again, each time after more calls without a "
+                f"CUDA graph: {change} changes within {FEW_CALLS} calls. Only learning rates are "
+                "written to the device: leave other numbers as they are "
+                "(OneCycleLR(cycle_momentum=False))"
+            )
 
     def _forget(self) -> None:
-        """Drop the graph; one step without it comes before the next capture."""
+        """Drop the graph; calls without it come before the next capture."""
         if self._device_graph is not None:
             self._device_graph.release()
-        if self._followed is not None:
-            self._followed.release()
         self._graph = self._followed = self._reports = None
-        self._left = 1
+        self._left = self._wait
 
     def _give_up(self, reason: str) -> None:
         """Go on without a graph, for good."""
         self._forget()
         self._why = reason
-        warnings.warn(
-            f"amp.capture: {self._name} cannot be captured, so its steps go on without a CUDA "
-            f"graph: {reason} (docs/graphs.md).",
-            stacklevel=stacklevel(),
+        self._warn(
+            f"{self._name} cannot be captured, so its steps go on without a CUDA graph: {reason}"
         )
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"amp.capture: {text} (docs/graphs.md).", stacklevel=stacklevel())
 
     # -- steps without the graph -------------------------------------------------------------------
 
@@ -203,49 +222,35 @@ class CapturedStep(Generic[_Results]):
         """A real step: call the function."""
         if self._device_graph is None:
             self._device_graph = _device_graph()
-        stream: Any = contextlib.nullcontext()
-        if self._device_graph is not None:
-            stream = self._device_graph.on_its_stream()
-        if self._reports is not None:
-            self._reports.forget()
-        with stream:
-            if self._why or self._followed is not None:
+        graph, followed = self._device_graph, self._followed
+        if followed is not None:
+            self._look(followed.check)
+        with contextlib.nullcontext() if graph is None else graph.on_its_stream():
+            if self._why or followed is not None:
                 found = self._function(*args, **kwargs)
             else:
                 found = self._warm_up(args, kwargs, tensors)
-        results: _Results = each(found, torch.Tensor.detach)
+        if followed is not None:
+            self._look(followed.change_by_call)
+        results: _Results = kinds.rebuilt(found, kinds.copied, kinds.only_none)
         return results
 
     def _warm_up(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the function and learn of its optimizers; the last time look at what it calls."""
+        """Run the function and learn of its optimizers; the last time look at what it does."""
         self._left -= 1
         device = torch.device("cpu") if self._device_graph is None else self._device_graph.device
-        probe = Probe(device) if self._left <= 0 else None
-        versions, rates = [tensor._version for tensor in tensors], _rates()
-        with Stepped() as stepped, probe or contextlib.nullcontext():
+        probe = Probe(device, tensors) if self._left <= 0 else None
+        with _stepped() as optimizers, probe or contextlib.nullcontext():
             found = self._function(*args, **kwargs)
-        if stepped.all_disabled():
+        if all(map(is_disabled, optimizers)):
             self._why = "amp is disabled"
             return found
-        followed = Followed(stepped.optimizers)
-        reason = "" if probe is None else probe.found
-        if not reason and [tensor._version for tensor in tensors] != versions:
-            reason = (
-                "it writes to an argument. A replay would write to a copy: clone the argument in "
-                "the function, or return the tensor"
-            )
-        if not reason and _rates() != rates:
-            reason = (
-                "it changes a learning rate (a scheduler's step?), and replays run no Python "
-                "code. Call scheduler.step() after it"
-            )
-        if reason:
-            self._give_up(reason)
-        elif probe is not None and followed.is_settled():
-            self._followed, self._reports = followed, Reports(followed.states)
-            self._since = 0
-            return found
-        followed.release()
+        states = list(map(state_to_capture, optimizers))
+        if probe is not None and probe.found:
+            self._give_up(probe.found)
+        elif probe is not None and is_settled(states):
+            self._followed, self._since = Followed(optimizers, probe.clears), 0
+            self._reports = Reports(states)
         return found
 
     # -- the graph ---------------------------------------------------------------------------------
@@ -255,30 +260,35 @@ class CapturedStep(Generic[_Results]):
     ) -> _Results:
         """Capture the function, and replay the graph: that is this call's step."""
         inputs = [tensor.detach().clone() for tensor in tensors]
-        own_args, own_kwargs = replaced((args, kwargs), iter(inputs))
+        own = iter(inputs)
+        own_args, own_kwargs = kinds.rebuilt(
+            (args, kwargs), lambda _: next(own), lambda value: value
+        )
         before = Snapshot(followed.states)
         try:
-            with followed.numbers_on_the_device():
+            with followed.numbers_on_the_device(), _stepped() as optimizers:
                 found = self._device_graph.capture(
                     lambda: self._function(*own_args, **own_kwargs), self._generators
                 )
-        except Exception as error:  # noqa: BLE001  whatever it is, a step without a graph goes on
+            followed.refuse_others(optimizers)
+            results = kinds.rebuilt(found, torch.Tensor.detach, kinds.only_none)
+        except BaseException as error:
             before.put_back()
+            if not isinstance(error, Exception):
+                raise
             self._give_up(describe(error))
             return self._run(args, kwargs)
-        followed.look_again(before.kept_gradients())
-        self._graph = _Graph(key, inputs, each(found, torch.Tensor.detach))
+        followed.captured(before.kept_gradients())
+        self._graph = _Graph(key, inputs, results)
         return self._replay(self._graph, tensors)
 
     def _replay(self, graph: _Graph, tensors: list[torch.Tensor]) -> _Results:
         if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
+            torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
         self._device_graph.replay()
         self.replays += 1
-        if self._reports is not None:
-            self._reports.after_replay()
-        results: _Results = each(graph.results, torch.clone)
+        self._reports.after_replay()
+        results: _Results = kinds.rebuilt(graph.results, torch.clone, kinds.only_none)
         return results
 
     def __repr__(self) -> str:
@@ -291,41 +301,27 @@ class CapturedStep(Generic[_Results]):
         return f"<amp.capture of {self._name}: {calls}; a graph, whose pool has {size:.1f} MiB>"
 
 
-class Stepped:
-    """Inside of this context, notes which optimizers are stepped; in the order of these steps."""
+@contextlib.contextmanager
+def _stepped() -> Iterator[list[Any]]:
+    """Inside of this context, list the optimizers that are stepped, or whose step is skipped."""
+    found: list[Any] = []
 
-    def __init__(self) -> None:
-        self.optimizers: list[Any] = []
+    def note(optimizer: Any, *arguments: object) -> None:
+        if not any([one._amp_stash._is_stepping for one in list(managed)]):
+            found.append(optimizer)  # which amp does not manage
 
-    def __enter__(self) -> Stepped:
-        self._hook = torch_optimizer.register_optimizer_step_post_hook(self._note)
-        self._began = {id(one): one._amp_stash.ledger.began for one in list(managed)}
-        return self
-
-    def __exit__(self, kind: Any, *error: object) -> None:
-        self._hook.remove()
-        if kind is not None:
-            return
-        for one in sorted(managed, key=id):  # of skipped steps torch calls no hook
-            if one._amp_stash.ledger.began != self._began.get(id(one), 0):
-                self._add(one)
-        if not self.optimizers:
-            raise RuntimeError(
-                "amp.capture: the function has stepped no optimizer. Pass a whole training step: "
-                "zero_grad, forward, amp.scale_loss, backward, optimizer.step()."
-            )
-
-    def _note(self, optimizer: Any, *arguments: object) -> None:
-        outer = [one for one in list(managed) if one._amp_stash._is_stepping]
-        self._add(outer[0] if outer else optimizer)  # one inside of a wrapper is the wrapper's
-
-    def _add(self, optimizer: Any) -> None:
-        if not any(optimizer is one for one in self.optimizers):
-            self.optimizers.append(optimizer)
-
-    def all_disabled(self) -> bool:
-        """Whether all went through ``initialize`` with ``enabled=False``."""
-        return all(is_disabled(one) and state_of(one) is None for one in self.optimizers)
+    before = {id(one): one._amp_stash.ledger.steps for one in list(managed)}
+    hook = torch_optimizer.register_optimizer_step_post_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
+    found += [o for o in list(managed) if o._amp_stash.ledger.steps != before.get(id(o), 0)]
+    if not found:
+        raise RuntimeError(
+            "amp.capture: the function has stepped no optimizer. Pass a whole training step: "
+            "zero_grad, forward, amp.scale_loss, backward, optimizer.step()."
+        )
 
 
 def _device_graph() -> Any:
@@ -333,10 +329,3 @@ def _device_graph() -> Any:
     params = [p for one in list(managed) for p in one._amp_stash.params.stepped]
     device = next((param.device for param in params if devices.has_graphs(param.device)), None)
     return None if device is None else devices.DeviceGraph(device)
-
-
-def _rates() -> list[Any]:
-    """The learning rates of all optimizers; of a tensor its version."""
-    groups = [group for one in list(managed) for group in one.param_groups]
-    rates = [group.get("lr") for group in sorted(groups, key=id)]
-    return [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]

@@ -5,17 +5,19 @@
 | a learning rate | written to the device, where the graph reads it |
 | another number of a group, a static loss scale, numbers of a scaler, hooks, loaded state of an \
 optimizer, groups | a new capture |
-| ``model.train()``, ``model.eval()`` | the call runs without the graph |
-| memory of a weight, ``requires_grad``, masters or 16-bit weights written past amp | an error, at \
-every n-th replay: to look at 300 weights takes 0.2 ms |
+| ``model.train()``, ``model.eval()``, gradients that the program gives or clears | the call runs \
+without the graph |
+| memory of a weight, a buffer or a state, modules, ``requires_grad``, masters or 16-bit weights \
+written past amp | an error, at every n-th replay: to look at 300 weights takes 0.3 ms |
 | amp was reset, a watch of apex.debug was put on | an error |
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,122 +26,176 @@ from torch.utils.hooks import RemovableHandle
 from apex.amp.gradients import captures
 from apex.amp.gradients.parameters import addresses
 from apex.amp.optimizer import OptimizerState, state_of
+from apex.amp.training import Training
 
-_MODE, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
-_OF_SCALER = attrgetter(
-    "_static", "_scale_seq_len", "_growth_factor", "_backoff_factor", "_floor", "_ceiling"
+_MODE, _GRAD, _REQUIRES_GRAD = (
+    itemgetter("training"),
+    attrgetter("grad"),
+    attrgetter("requires_grad"),
 )
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_WEIGHTS_A_LOOK = 10  # so that looking at 300 takes 10 us a replay, 0.2 to 0.3 ms each time
+_OF_SCALER = {
+    "_static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
+    "_backoff_factor": "backoff_factor", "_min_loss_scale": "min_loss_scale",
+    "_max_loss_scale": "max_loss_scale",
+}  # fmt: skip
+# What groups have besides numbers, or count.
+_COUNTED = ("params", "step", "initial_lr")
+_OF_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_PARAM = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_REPLACED = (
+    "a module",
+    "the memory of a weight, a buffer or a state of an optimizer (weight.data = ..., "
+    "model.to(...), load_state_dict(assign=True))",
+    "requires_grad of a weight",
+)
+_TENSORS_A_LOOK = 30  # so that looking takes 10 us a replay, whatever the model
+_LOOKED_AT = 16  # weights whose gradients are looked at before each replay
+
+
+class Numbers:
+    """The numbers of optimizers' groups and of scalers; in ``on_device`` are groups without lr.
+
+    With ``versions`` a tensor that was written has changed, too. State that an optimizer keeps in
+    lists of a group is written in place, and not a number.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[Any],
+        on_device: Sequence[Any] = (),
+        scalers: Iterable[Any] = (),
+        *,
+        versions: bool = False,
+    ) -> None:
+        self._optimizers, self._versions = list(optimizers), versions
+        self._read: list[tuple[dict[str, Any], Any]] = []
+        for group in [group for one in self._optimizers for group in one.param_groups]:
+            skipped = (*_COUNTED, "lr") if any(group is one for one in on_device) else _COUNTED
+            keys = [k for k, x in group.items() if k not in skipped and not isinstance(x, list)]
+            self._read.append((group, keys))
+        self._read += [(vars(scaler), _OF_SCALER) for scaler in scalers]
+        self._names = [_OF_SCALER.get(name, name) for _, keys in self._read for name in keys]
+        self._seen = self._now()
+
+    def _now(self) -> list[Any]:
+        found: list[Any] = []
+        for owner, keys in self._read:
+            found += map(owner.get, keys)
+        if self._versions:
+            found = [x._version if isinstance(x, torch.Tensor) else x for x in found]
+        for one in self._optimizers:  # loading replaces the state
+            found += [getattr(one, "state", None), *[len(g["params"]) for g in one.param_groups]]
+        return found
+
+    def change(self) -> str:
+        """Which has changed, if any."""
+        now = self._now()
+        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
+            return ""
+        for place, (new, old) in enumerate(zip_longest(now, self._seen)):
+            if new is not old and (type(new) is not type(old) or not _equal(new, old)):
+                others = "an optimizer's state (load_state_dict) or groups"
+                return self._names[place] if place < len(self._names) else others
+        self._seen = now
+        return ""
+
+
+def _equal(new: Any, old: Any) -> bool:
+    """Compare numbers; a tensor, or a state, equals itself only: the graph reads its memory."""
+    return isinstance(new, (int, float, str, tuple)) and bool(new == old)
+
+
+def modules_of(trainings: Iterable[Training]) -> list[torch.nn.Module]:
+    """All modules of the models that went through ``initialize``."""
+    models = [model for one in trainings for ref, _ in one._models if (model := ref()) is not None]
+    return [module for model in models for module in model.modules()]
+
+
+def tensors_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """The parameters and buffers of ``modules``."""
+    kept = [one for module in modules for one in (module._parameters, module._buffers)]
+    return [tensor for one in kept for tensor in one.values() if tensor is not None]
 
 
 class Rate:
-    """The learning rate of a group on the device, where the graph reads it.
+    """The learning rate of a group, in a tensor on the device: there the graph reads it."""
 
-    Without ``on`` the graph has the number itself: torch's optimizers without ``fused`` or
-    ``capturable`` would wait to read it.
-    """
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group, rate = group, group["lr"]
+        dtype = rate.dtype if isinstance(rate, torch.Tensor) else torch.float32
+        self.tensor = torch.empty((), dtype=dtype, device=group["params"][0].device)
+        self._seen: Any = None
+        self.follow()
 
-    def __init__(self, group: dict[str, Any], on: torch.device | None) -> None:
-        self.group: dict[str, Any] = group
-        self.seen: Any = group.get("lr")
-        is_number = not (isinstance(self.seen, torch.Tensor) and self.seen.device == on)
-        self.tensor: torch.Tensor | None = None
-        if on is not None and is_number and self.seen is not None:
-            self.tensor = torch.full((), float(self.seen), dtype=torch.float32, device=on)
-
-    def follow(self) -> bool:
-        """Bring a changed one to the device; false if it cannot be."""
-        now: Any = self.group.get("lr")
-        is_tensor = isinstance(now, torch.Tensor)
-        if now is self.seen and not (is_tensor and self.tensor is not None):
-            return True  # a tensor on the device is read there
-        if self.tensor is None or (is_tensor and now.device.type != "cpu"):
-            return not is_tensor and not isinstance(self.seen, torch.Tensor) and now == self.seen
-        self.tensor.fill_(float(now))
-        self.seen = now
-        return True
+    def follow(self) -> None:
+        """Bring one that has changed to the device."""
+        rate: Any = self.group["lr"]
+        if not isinstance(rate, torch.Tensor):
+            if rate != self._seen:
+                self.tensor.fill_(float(rate))
+                self._seen = rate
+        elif self._seen != (id(rate), rate._version):
+            self.tensor.copy_(rate.view(()), non_blocking=True)
+            self._seen = id(rate), rate._version
 
 
 class Followed:
     """What the graph of a function depends on, of the ``optimizers`` that the function steps.
 
+    ``clears`` says whether the function does not add to gradients of these weights that it finds.
+
     Raises:
         RuntimeError: There is something that cannot be captured.
     """
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
+    def __init__(self, optimizers: Sequence[Any], clears: Callable[[Any], bool]) -> None:
         self.optimizers = list(optimizers)
-        self.states: list[OptimizerState] = []
-        for optimizer in self.optimizers:
-            self.states.append(_state_to_capture(optimizer))
-        trainings = list(dict.fromkeys([state.training for state in self.states]))
-        self.scalers = [scaler for one in trainings for scaler in one.loss_scalers]
-        models = [model for one in trainings for ref, _ in one._models if (model := ref())]
-        self._modules = [module for model in models for module in model.modules()]
-        self._loaded = ""
-        self._handles = [
-            optimizer.register_load_state_dict_post_hook(self._note_loaded)
-            for optimizer in self.optimizers
-            if hasattr(optimizer, "register_load_state_dict_post_hook")
-        ]
-        self.device = next((p.device for s in self.states for p in s.params.stepped), None)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self.rates = [Rate(group, _where_read(group, state)) for group, state in self._owned()]
-        self._groups, self._keys = groups, [_keys(group) for group in groups]
-        self._looks = 0
-        self.look_again()
-
-    def _owned(self) -> Iterator[tuple[dict[str, Any], OptimizerState]]:
-        for optimizer, state in zip(self.optimizers, self.states, strict=True):
-            for group in optimizer.param_groups:
-                yield group, state
-
-    def _note_loaded(self, optimizer: Any) -> None:
-        self._loaded = f"{type(optimizer).__name__}.load_state_dict was called"
-
-    def release(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-    # -- the state as the graph knows it -----------------------------------------------------------
-
-    def look_again(self, grads: Sequence[torch.Tensor] = ()) -> None:
-        """Take the state now for that of the capture, whose graph writes to ``grads``."""
+        self.states = [state_to_capture(optimizer) for optimizer in self.optimizers]
+        self._trainings = list(dict.fromkeys([state.training for state in self.states]))
+        both = zip(self.optimizers, self.states, strict=True)
+        self._groups = [(g, s) for one, s in both for g in one.param_groups if g["params"]]
+        self.rates = [Rate(group) for group, state in self._groups if _reads_tensor(group, state)]
+        scalers = [scaler for one in self._trainings for scaler in one.loss_scalers]
+        self._numbers = Numbers(self.optimizers, [rate.group for rate in self.rates], scalers)
+        self._modes = list(map(vars, modules_of(self._trainings)))
         params = [param for state in self.states for param in state.params.targets]
-        masters = [tensor for state in self.states for tensor in state.params.tensors]
-        self._params = [*params, *masters]
-        self._every = 1 + len(params) // _WEIGHTS_A_LOOK
-        self._memory = addresses(self._params)
-        self._required = list(map(_REQUIRES_GRAD, params))
-        self.modes = list(map(_MODE, self._modules))
-        self._numbers = self._numbers_now()
-        self._hooks, self._next_hook = self._hooks_now(), RemovableHandle.next_id
+        self._params = [*params, *(x for state in self.states for x in state.params.tensors)]
+        inside = set(map(id, tensors_of(modules_of(self._trainings))))
+        self._outside = [param for param in self._params if id(param) not in inside]
+        self._some = self._params[:: 1 + len(self._params) // _LOOKED_AT]
+        # As the graph knows them.
+        self._trained, self._left = self._modes_now(), self._gradients()
+        self._memory, self._hooks = self._memory_now(), self._hooks_now()
+        self._next_hook = RemovableHandle.next_id
         self._exposes = [state.params.exposed for state in self.states]
-        self._grads = grads  # held as long as the graph
+        self._every, self._looks = 1 + len(self._memory[1]) // _TENSORS_A_LOOK, 0
+        self._clears, self._held = clears(self._params), list[torch.Tensor]()
 
-    def _numbers_now(self) -> list[Any]:
-        found: list[Any] = []
-        for group, keys in zip(self._groups, self._keys, strict=True):
-            found += map(group.get, keys)
-            found.append(len(group["params"]))
-        found += [len(optimizer.param_groups) for optimizer in self.optimizers]
-        for values in map(_OF_SCALER, self.scalers):
-            found += values
-        return found
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return list(map(_GRAD, self._some))
 
-    def _hooks_now(self) -> list[int]:
-        params = [len(getattr(p, "_backward_hooks", None) or ()) for p in self._params]
-        later = [len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) for p in self._params]
-        modules = [len(getattr(one, name)) for one in self._modules for name in _HOOKS]
-        return [*params, *later, *modules]
+    # -- what decides whether a call replays -------------------------------------------------------
 
-    # -- before a replay ---------------------------------------------------------------------------
+    def _modes_now(self) -> list[bool]:
+        return list(map(_MODE, self._modes))
 
     def is_in_another_mode(self) -> bool:
         """Whether a module is in ``train()`` or ``eval()`` other than in the capture."""
-        return list(map(_MODE, self._modules)) != self.modes
+        return self._modes_now() != self._trained
+
+    def refuse_others(self, optimizers: Sequence[Any]) -> None:
+        """Raise ``RuntimeError`` if the capture has stepped others than the call before."""
+        if set(map(id, optimizers)) != set(map(id, self.optimizers)):
+            raise RuntimeError(
+                "amp.capture: it steps other optimizers in other calls. A replay repeats one call: "
+                "capture a function that steps the same ones each time"
+            )
+
+    def captured(self, held: list[torch.Tensor]) -> None:
+        """Note the gradients that were there before and to which the graph writes."""
+        self._held, self._left = held, self._gradients()
+
+    # -- before a call -----------------------------------------------------------------------------
 
     def change(self) -> str:
         """Follow what has changed; say what takes a new capture, or nothing.
@@ -147,80 +203,75 @@ class Followed:
         Raises:
             RuntimeError: Replays since the last look were wrong, or the step cannot be captured.
         """
-        change = self._loaded or self._change_of_numbers() or self._change_of_hooks()
+        change = self._numbers.change() or self._change_of_hooks()
         if change:
             return change
-        for optimizer, state in zip(self.optimizers, self.states, strict=True):
-            if getattr(optimizer, "_amp_stash", None) is not state or state.observer is not None:
-                _state_to_capture(optimizer)
-                return f"{type(optimizer).__name__} went through amp.initialize again"
-        for rate in self.rates:
-            if not rate.follow():
-                return "a learning rate changed that is not on the device"
-        for state, exposes in zip(self.states, self._exposes, strict=True):
+        both = zip(self.optimizers, self.states, self._exposes, strict=True)
+        for optimizer, state, exposes in both:
+            if state_of(optimizer) is not state or state.observer is not None:
+                state_to_capture(optimizer)
+                return f"what amp knows of {type(optimizer).__name__}"
             if state.params.exposed and not exposes:  # what the forward would do
                 state.params.reconcile()
+        if not self._clears and not all(map(is_, self._gradients(), self._left)):
+            return "gradients (call zero_grad in the function, before its backward)"
+        for rate in self.rates:
+            rate.follow()
         self._looks += 1
         if self._looks % self._every == 0:
-            self._check_weights()
+            self.check()
         return ""
 
-    def _change_of_numbers(self) -> str:
-        now = self._numbers_now()
-        if all(map(is_, now, self._numbers)):
-            return ""
-        if not _equal(now, self._numbers):
-            return f"{self._name_of_change(now)} changed"
-        self._numbers = now
-        return ""
+    def _hooks_now(self) -> list[int]:
+        owners: list[tuple[Any, Sequence[str]]] = [(param, _OF_PARAM) for param in self._params]
+        owners += [(module, _OF_MODULE) for module in modules_of(self._trainings)]
+        return [len(getattr(one, name, None) or ()) for one, names in owners for name in names]
 
     def _change_of_hooks(self) -> str:
         if RemovableHandle.next_id == self._next_hook:  # counts all hooks of the process
             return ""
         if self._hooks_now() != self._hooks:
-            return "a hook was added to or removed from a module or a parameter"
+            return "a hook of a module or a parameter"
         self._next_hook = RemovableHandle.next_id
         return ""
 
-    def _name_of_change(self, now: list[Any]) -> str:
-        names = [key for keys in self._keys for key in (*keys, "the number of parameters")]
-        names += ["the number of groups"] * len(self.optimizers)
-        of_scaler = ["loss_scale", "growth_interval", "growth_factor", "backoff_factor"]
-        names += [*of_scaler, "min_loss_scale", "max_loss_scale"] * len(self.scalers)
-        both = zip(names, now, self._numbers, strict=True)
-        return next(name for name, new, old in both if not _equal([new], [old]))
+    # -- memory ------------------------------------------------------------------------------------
 
-    def _check_weights(self) -> None:
-        """Raise where replays went on with other memory than the program's, or past its writes."""
-        count = len(self._required)
-        if addresses(self._params) != self._memory:
-            what = "the memory of a weight was replaced (weight.data = ..., model.to(...))"
-        elif list(map(_REQUIRES_GRAD, self._params[:count])) != self._required:
-            what = "requires_grad of a weight was changed"
-        elif any([state.params.weights and state.params.is_written() for state in self.states]):
-            what = "a 16-bit weight or its master was written"
-        else:
-            return
-        raise RuntimeError(
-            f"amp.capture: {what} between replays, at most {self._every} replays ago, which a "
-            "graph does not see: these replays went on from the state before. Do it before the "
-            "first call, or make a new step after it, amp.capture(...). For weights use "
-            "model.load_state_dict, which amp follows."
-        )
+    def _memory_now(self) -> tuple[list[Any], ...]:
+        """What :data:`_REPLACED` names."""
+        modules = modules_of(self._trainings)
+        states = [x for one in self.optimizers for x in getattr(one, "state", {}).values()]
+        kept = [x for state in states if isinstance(state, dict) for x in state.values()]
+        own = [x for x in kept if isinstance(x, torch.Tensor)]
+        tensors = [*tensors_of(modules), *self._outside, *own]
+        return list(map(id, modules)), [*addresses(tensors)], list(map(_REQUIRES_GRAD, tensors))
+
+    def _replaced(self) -> str:
+        """What the graph reads where it is no more, or past amp's writes."""
+        for name, now, before in zip(_REPLACED, self._memory_now(), self._memory, strict=True):
+            if now != before:
+                return name
+        written = [state.params.weights and state.params.is_written() for state in self.states]
+        return "a 16-bit weight or its master" if any(written) else ""
+
+    def check(self) -> str:
+        """Raise ``RuntimeError`` where replays went on with other memory than the program's."""
+        what = self._replaced()
+        if what:
+            raise RuntimeError(
+                f"amp.capture: {what} changed between calls, at most {self._every} ago, which a "
+                "graph does not see: its replays went on from the state before. Do it before the "
+                "first call, or make a new step after it, amp.capture(...). For weights use "
+                "model.load_state_dict, which amp follows."
+            )
+        return ""
+
+    def change_by_call(self) -> str:
+        """What a call without the graph has replaced, if anything."""
+        self._left = self._gradients()
+        return self._replaced()
 
     # -- the capture -------------------------------------------------------------------------------
-
-    def is_settled(self) -> bool:
-        """Whether the optimizers have all state, so that the host decides nothing any more."""
-        for optimizer, state in zip(self.optimizers, self.states, strict=True):
-            if state.training.is_dynamic():
-                if not state._is_fused and captures.may_leave_uninitialized(optimizer):
-                    return False
-            elif state._step_check is not None:
-                return False
-            if state._model_check is not None and not state.params.records:
-                return False
-        return True
 
     @contextlib.contextmanager
     def numbers_on_the_device(self) -> Iterator[None]:
@@ -228,51 +279,33 @@ class Followed:
 
         The counts stay there: a state of optimizers that count under a dynamic scale has them so.
         """
-        for group, state in self._owned():
-            if state._is_fused and type(group.get("step")) is int and group["params"]:
-                on, step = group["params"][0].device, group["step"]
-                group["step"] = torch.full((1,), step, dtype=torch.int32, device=on)
-        before = [rate.group.get("lr") for rate in self.rates]
-        for rate in self.rates:
-            if rate.tensor is not None:
-                rate.group["lr"] = rate.tensor
+        for group, state in self._groups:
+            if state._is_fused and type(group.get("step")) is int:
+                step, device = group["step"], group["params"][0].device
+                group["step"] = torch.full((1,), step, dtype=torch.int32, device=device)
+        before = [rate.group["lr"] for rate in self.rates]
         try:
+            for rate in self.rates:
+                rate.group["lr"] = rate.tensor
             yield
         finally:
             for rate, value in zip(self.rates, before, strict=True):
-                if rate.tensor is not None:
-                    rate.group["lr"] = value
+                rate.group["lr"] = value
 
 
-def _keys(group: dict[str, Any]) -> list[str]:
-    """What is compared of a group: its numbers, but for what optimizers and schedules count.
-
-    State that an optimizer keeps in lists of a group is written in place.
-    """
-    counted = ("params", "lr", "step", "initial_lr")
-    return [k for k, value in group.items() if k not in counted and not isinstance(value, list)]
+def _reads_tensor(group: dict[str, Any], state: OptimizerState) -> bool:
+    """Whether a step reads a learning rate on the device; torch's others would wait for it."""
+    reads = state._is_fused or group.get("fused") or group.get("capturable")
+    return bool(reads) and group.get("lr") is not None
 
 
-def _equal(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Compare numbers; a tensor equals itself only: the graph reads its memory."""
-    tensors = [isinstance(x, torch.Tensor) for x in (*now, *before)]
-    if True not in tensors:
-        return list(now) == list(before)
-    both = zip(now, before, strict=True)
-    return all(x is y or not isinstance(x, torch.Tensor) and _equal([x], [y]) for x, y in both)
+def is_settled(states: Iterable[OptimizerState]) -> bool:
+    """Whether the optimizers have all state, so that the host decides nothing any more."""
+    own = [one for one in states if one.training.is_dynamic() and not one._is_fused]
+    return not any([captures.may_leave_uninitialized(one._optimizer()) for one in own])
 
 
-def _where_read(group: dict[str, Any], state: OptimizerState) -> torch.device | None:
-    """The device on which a step reads a learning rate in a tensor, if it does."""
-    if not group["params"] or not (
-        state._is_fused or group.get("fused") or group.get("capturable")
-    ):
-        return None
-    device: torch.device = group["params"][0].device
-    return device
-
-
-def _state_to_capture(optimizer: Any) -> OptimizerState:
+def state_to_capture(optimizer: Any) -> OptimizerState:
     """Return amp's record of an optimizer whose steps can be captured.
 
     Raises:

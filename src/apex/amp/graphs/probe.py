@@ -10,6 +10,7 @@ import linecache
 import os
 import sys
 import traceback
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,9 +18,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from apex.amp.gradients.parameters import addresses
+from apex.amp.graphs.followed import Numbers, modules_of, tensors_of
+from apex.amp.training import alive, managed
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_WAIT = ("aten::equal", "aten::is_nonzero", "aten::allclose")
 _BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _OF_THE_HOST = (
     "reads a CPU tensor, whose value each replay would repeat. Make it on the GPU before, or pass "
@@ -28,14 +32,52 @@ _OF_THE_HOST = (
 
 
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks for what a capture on ``device`` would not take; ``found`` is the first such thing.
+    """Looks for what a capture on ``device`` would not take, and a replay not do.
 
     What apex does itself is left out: in a capture it does something else, or raises by itself.
+    ``arguments`` are the tensors that the function is given.
+
+    Attributes:
+        found: The first such thing, and what to do instead.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, arguments: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.found = device, ""
+        self.device, self.found, self._adds = device, "", False
+        self._arguments = [tensor for tensor in arguments if not tensor.is_inference()]
+        self._numbers = Numbers(list(managed), versions=True)
+        states = [one._amp_stash.params for one in list(managed)]
+        weights = [weight for one in states for weight in (*one.targets, *one.tensors)]
+        self._grads = {id(one): one.grad for one in weights if one.grad is not None}
+        self._memory = set(addresses(list(self._grads.values())))
+        self._before = self._now()
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        tensors = tensors_of(modules_of(alive()))
+        return [tensor._version for tensor in self._arguments], list(map(id, tensors))
+
+    def clears(self, weights: Iterable[torch.Tensor]) -> bool:
+        """Whether these ``weights`` had gradients, and nothing has read or written them."""
+        return not self._adds and any(id(weight) in self._grads for weight in weights)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        number, (versions, tensors) = self._numbers.change(), self._now()
+        if not self.found and number:
+            self.found = (
+                f"it changes {number} (a scheduler's step?), and replays run no Python code. Call "
+                "scheduler.step() after it"
+            )
+        elif not self.found and versions != self._before[0]:
+            self.found = (
+                "it writes to an argument. A replay would write to a copy: clone the argument in "
+                "the function, or return the tensor"
+            )
+        elif not self.found and tensors != self._before[1]:
+            self.found = (
+                "it replaces a buffer or a parameter of a module (self.buffer = ...), and a replay "
+                "reads the old one. Write to it in place (self.buffer.copy_(...))"
+            )
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -44,27 +86,28 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._adds = self._adds or not self._memory.isdisjoint(addresses(leaves))
         if not self.found:
-            reason = self._reason(func, args, kwargs)
+            reason = self._reason(func, args, kwargs, {leaf.device for leaf in leaves})
             frame = _programs_frame(sys._getframe(1)) if reason else None
             if frame is not None:
                 self.found = f"{func}, called in {_line(frame, frame.f_lineno)}, {reason}"
         return func(*args, **kwargs)
 
-    def _reason(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+    def _reason(self, func: Any, args: Any, kwargs: Any, devices: set[torch.device]) -> str:
         """Why a capture would not take this call; empty if it does."""
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        devices, to = {one.device for one in leaves}, kwargs.get("device")
+        to = kwargs.get("device")
         if self.device not in devices:
             return _OF_THE_HOST if devices and to is not None and self._is_here(to) else ""
-        if torch.Tag.data_dependent_output in func.tags or func._schema.name in _WAIT:
+        if torch.Tag.data_dependent_output in func.tags:
             return "waits for the device. Return the tensor, and read it outside of the function"
         if func._schema.name in _BY_INDEX:
             if _by_mask(args):
                 return (
                     "selects by a mask, so a shape depends on data. Use torch.where or masked_fill"
                 )
-        elif torch.Tag.dynamic_output_shape in func.tags and not _has_size(func, args, kwargs):
+        elif torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None:
             return "has a result whose shape depends on data. Use a mask (torch.where) instead"
         if to is not None and not self._is_here(to):
             return f"copies to {to} and waits. Return the tensor, and copy it outside"
@@ -79,13 +122,6 @@ def _by_mask(args: Any) -> bool:
     masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
     is_one_value = len(args) > 2 and args[2].numel() == 1 and len(args[1]) == 1
     return bool(masks) and not is_one_value
-
-
-def _has_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the program has given the size that else depends on data."""
-    if func._schema.name == "aten::repeat_interleave":
-        return kwargs.get("output_size") is not None
-    return func._schema.name == "aten::one_hot" and args[1:2] not in ((), (-1,))
 
 
 def _programs_frame(frame: FrameType | None) -> FrameType | None:

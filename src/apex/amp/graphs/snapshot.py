@@ -6,8 +6,11 @@ amp's records are those of a step that has not been taken.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from apex.amp.gradients.masters import table
 from apex.amp.optimizer import OptimizerState
@@ -21,11 +24,16 @@ class Snapshot:
         masters = [master for weight in weights if (master := table.get(weight)) is not None]
         tensors = [*weights, *(master.tensor for master in masters)]
         self._grads = [(tensor, tensor.grad) for tensor in tensors]
-        self._masters = [(m, m.taken, m.taken_version, {*m.waiting}) for m in masters]
-        self._ledgers = [(state.ledger, _fields(state.ledger)) for state in states]
-        self._params = [(s.params, s.params.are_freed, s.params.exposed) for s in states]
+        owners: list[tuple[Any, Any]] = [
+            *((master, ("taken", "taken_version", "waiting")) for master in masters),
+            *((state.params, ("are_freed", "exposed")) for state in states),
+            *((state.ledger, vars(state.ledger)) for state in states),
+        ]
+        self._records = [
+            (o, name, _copied(getattr(o, name))) for o, names in owners for name in names
+        ]
 
-    def kept_gradients(self) -> list[Any]:
+    def kept_gradients(self) -> list[torch.Tensor]:
         """The gradients that are still there, so that a graph captured meanwhile writes to them."""
         return [grad for tensor, grad in self._grads if grad is not None and tensor.grad is grad]
 
@@ -33,17 +41,10 @@ class Snapshot:
         """Put all of it back."""
         for tensor, grad in self._grads:
             tensor.grad = grad
-        for master, taken, version, waiting in self._masters:
-            master.taken, master.taken_version, master.waiting = taken, version, waiting
-        for ledger, fields in self._ledgers:
-            vars(ledger).update(fields)
-        for params, are_freed, exposed in self._params:
-            params.are_freed, params.exposed = are_freed, exposed
+        for owner, name, value in self._records:
+            setattr(owner, name, value)
 
 
-def _fields(ledger: Any) -> dict[str, Any]:
-    """The fields of a ledger; its lists are written in place."""
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in vars(ledger).items()
-    }
+def _copied(value: Any) -> Any:
+    """Copy what is written in place."""
+    return copy.copy(value) if isinstance(value, (list, set)) else value

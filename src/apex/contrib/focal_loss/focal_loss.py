@@ -40,27 +40,16 @@ def focal_loss(
         >>> focal_loss(logits, targets, torch.tensor([1.0]), 3, alpha=0.25, gamma=2.0)
         tensor(0.6931)
     """
-    return _of_anchors(
+    return ops.focal_loss(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma,
         label_smoothing,
     )  # fmt: skip
 
 
-def _of_anchors(
-    cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor, num_positives_sum: torch.Tensor,
-    num_real_classes: int, alpha: float, gamma: float, label_smoothing: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
-    args = ops.checked(
-        "focal_loss", cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha,
-        gamma, label_smoothing,
-    )  # fmt: skip
-    return ops.OP(*args)
-
-
 class FocalLoss(Applied):
     """:func:`focal_loss` as an autograd function, to be called by ``apply``."""
 
-    function = staticmethod(_of_anchors)
+    function = staticmethod(ops.focal_loss)
     gradient = "grad_loss"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from apex.ops import _runtime
 from apex.ops.lists.clip import l2_norm_of_all
 from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_lists import Scalar
-from apex.ops.updates.adam import Adam, adam_, unbiased
+from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers._launches import GroupGrads, Launch, check_captured, scalar
 
 
@@ -104,11 +103,7 @@ class FusedAdam(OldStep):
         lr = scalar(group["lr"], device)
         beta1, beta2 = group["betas"]
         for step, members in self._by_step(launch, options.noop):
-            rate: Scalar = lr
-            if group["bias_correction"]:
-                unbias2 = unbiased(beta2, step)
-                root = unbias2.sqrt() if isinstance(unbias2, torch.Tensor) else math.sqrt(unbias2)
-                rate = lr * unbiased(beta1, step) / root
+            rate = _corrected(lr, beta1, beta2, step) if group["bias_correction"] else lr
             decay = scalar(group["weight_decay"], device)
             numbers = Adam(
                 rate, beta1, beta2, group["eps"], decay, True, False, step, self.eps_mode == 0
@@ -156,6 +151,13 @@ def _next(
     step = torch.as_tensor(before, dtype=torch.int32, device=device)
     taken = 1 if noop is None else noop.to(device, non_blocking=True).reshape(()) == 0
     return step.add_(taken)
+
+
+def _corrected(lr: Scalar, beta1: float, beta2: float, step: int | torch.Tensor) -> Scalar:
+    """The rate with both bias corrections; of a step on a device in float64, as on the host."""
+    exact: Any = step.double().reshape(()) if isinstance(step, torch.Tensor) else step
+    found: Scalar = lr * (1 - beta2**exact) ** 0.5 / (1 - beta1**exact)
+    return found.float() if isinstance(found, torch.Tensor) else found
 
 
 def _clipped(factor: Scalar, norm: Any, largest: float) -> Scalar:

@@ -1,19 +1,7 @@
 """``SoftmaxCrossEntropyLoss``: one loss for each row of logits, label smoothing included."""
 
-import torch
-
 from apex.ops._function import Applied
 from apex.ops.losses import cross_entropy as ops
-
-
-def _losses(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    smoothing: float = 0.0,
-    padding_idx: int = 0,
-    half_to_float: bool = False,
-) -> torch.Tensor:
-    return ops.cross_entropy(logits, labels, smoothing=smoothing, padding_idx=padding_idx)
 
 
 class SoftmaxCrossEntropyLoss(Applied):
@@ -37,5 +25,5 @@ class SoftmaxCrossEntropyLoss(Applied):
         tensor([0.6931, 0.0000])
     """
 
-    function = staticmethod(_losses)
+    function = staticmethod(ops.losses)
     gradient = "grad_loss"

@@ -14,7 +14,6 @@ memory would be 16.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import torch
 
 from apex.kernels._launching import cdiv, multiprocessors, power_of_2
 from apex.kernels._plans import Family
+from apex.kernels._settings import kept, setting
 from apex.kernels.row_norms.kernels import (
     row_norm_add_up,
     row_norm_backward,
@@ -84,14 +84,26 @@ def _sum_tile(n_cols: int, multiprocessors: int) -> tuple[int, int]:
     return SUM_TILE // columns, columns
 
 
-@functools.cache
+def _name(centered: bool, of: str) -> str:
+    """What the table of settings calls a part of a norm."""
+    return f"{'layer' if centered else 'rms'}_norm_{of}"
+
+
+@kept
 def _of_forward(
-    n_cols: int, size: int, centered: bool, *dtypes: torch.dtype | None
+    n_cols: int, size: int, centered: bool, dtype: torch.dtype, *dtypes: torch.dtype | None
 ) -> tuple[int, Family]:
     """Rows of a program, and its launches; no rows: a row goes in blocks. ``size``: of elements."""
-    if n_cols * size > WIDEST_FORWARD_BYTES:
-        return 0, Family(row_norm_forward_wide, (centered, WIDE_FORWARD), WIDE_WARPS)
     rows, block, warps = _tile(n_cols)
+    whole, elements = int(n_cols * size <= WIDEST_FORWARD_BYTES), rows * block
+    if not whole:
+        elements, warps = WIDE_FORWARD, WIDE_WARPS
+    whole, elements, warps = setting(
+        _name(centered, "forward"), dtype, (n_cols,), whole=whole, elements=elements, warps=warps
+    )
+    if not whole:
+        return 0, Family(row_norm_forward_wide, (centered, elements), warps)
+    rows = elements // block
     return rows, Family(row_norm_forward, (centered, rows, block), warps)
 
 
@@ -107,28 +119,53 @@ class _Backward(NamedTuple):
     total_grid: tuple[int, int, int]
 
 
-@functools.cache
+def _cut_backward(
+    n_cols: int, centered: bool, from_output: bool, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Whether tiles have whole rows; elements of one, warps, stages; programs a multiprocessor."""
+    most = WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD
+    per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
+    rows, block, warps = _tile(n_cols, per_warp, RESIDENT_WARPS)
+    whole, elements, stages = int(n_cols <= most), rows * block, 1
+    if not whole:
+        elements, warps = WIDE_BACKWARD, WIDE_WARPS
+    elif (n_cols % 8 == 0 or dtype.itemsize >= LEAST_COPIED) and (
+        elements * dtype.itemsize <= READ_AHEAD_BYTES
+    ):
+        stages = 2
+    end = "_from_output" if from_output else ""
+    return setting(
+        _name(centered, f"backward{end}"), dtype, (n_cols,), whole=whole, elements=elements,
+        warps=warps, stages=stages, programs=RESIDENT_WARPS // warps,
+    )  # fmt: skip
+
+
+@kept
 def _of_backward(
-    n_cols: int, size: int, centered: bool, from_output: bool, processors: int,
+    n_cols: int, centered: bool, from_output: bool, processors: int, dtype: torch.dtype,
     *kinds: torch.dtype | bool | None,
 ) -> _Backward:  # fmt: skip
-    """``kinds``: dtypes of the tensors, and which gradients are needed."""
+    """``dtype``: of what was saved; ``kinds``: the others, and which gradients are needed."""
     height, columns = _sum_tile(n_cols, processors)
     total = Family(row_norm_add_up, (height, columns))
     total_grid = (cdiv(n_cols, columns), 1, 1)
     how = (centered, from_output)
-    if n_cols > (WIDEST_FROM_OUTPUT if from_output else WIDEST_BACKWARD):
-        across = cdiv(n_cols, TILE_COLUMNS)
-        most = cdiv(processors * RESIDENT_WARPS // TILE_WARPS, across)
-        rows_of = Family(row_norm_backward_wide, (*how, WIDE_BACKWARD), WIDE_WARPS)
-        sums = Family(row_norm_weight_sums, (*how, TILE_ROWS, TILE_COLUMNS), TILE_WARPS)
-        return _Backward(TILE_ROWS, most, across, rows_of, sums, total, total_grid)
-    per_warp = PER_WARP_FROM_OUTPUT if from_output else ELEMENTS_PER_WARP
-    rows, block, warps = _tile(n_cols, per_warp, RESIDENT_WARPS)
-    height, most = max(rows, ROWS_PER_PROGRAM), processors * RESIDENT_WARPS // warps
-    can_copy = n_cols % 8 == 0 or size >= LEAST_COPIED
-    stages = 2 if can_copy and rows * block * size <= READ_AHEAD_BYTES else 1
-    rows_of = Family(row_norm_backward, (*how, rows, block, stages), warps)
+    whole, elements, warps, stages, programs = _cut_backward(n_cols, *how, dtype)
+    if not whole:
+        rows_of = Family(row_norm_backward_wide, (*how, elements), warps)
+        width, elements, warps, programs = setting(
+            _name(centered, "weight_sums"), dtype, (n_cols,), width=TILE_COLUMNS,
+            elements=TILE_ROWS * TILE_COLUMNS, warps=TILE_WARPS,
+            programs=RESIDENT_WARPS // TILE_WARPS,
+        )  # fmt: skip
+        height, across = elements // width, cdiv(n_cols, width)
+        sums = Family(row_norm_weight_sums, (*how, height, width), warps)
+        most = cdiv(processors * programs, across)
+        return _Backward(height, most, across, rows_of, sums, total, total_grid)
+    block = power_of_2(n_cols)
+    rows = elements // block
+    height, most = max(rows, ROWS_PER_PROGRAM), processors * programs
+    rows_of = Family(row_norm_backward, (*how, rows, block, stages or None), warps)
     return _Backward(height, most, 1, rows_of, None, total, total_grid)
 
 
@@ -137,11 +174,11 @@ def forward(
     dtype: torch.dtype, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``y``, and float32, one number a row: ``mean``, empty for RMS norm, and ``rstd``."""
-    n_cols, device = math.prod(shape), x.device
+    n_cols = math.prod(shape)
     n_rows = x.numel() // n_cols
-    y = torch.empty(x.shape, dtype=dtype, device=device)
-    mean = torch.empty(n_rows if centered else 0, dtype=torch.float32, device=device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=device)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    rstd = x.new_empty(n_rows, dtype=torch.float32)
+    mean = rstd.new_empty(n_rows if centered else 0)
     data = (x, weight, bias, y, mean, rstd)
     weight_dtype = None if weight is None else weight.dtype
     bias_dtype = None if bias is None else bias.dtype
@@ -178,26 +215,27 @@ def backward(
     from_output = x is None
     saved = y if x is None else x
     assert saved is not None
-    n_rows, n_cols, device = rstd.numel(), math.prod(shape), dy.device
+    n_rows, n_cols = rstd.numel(), math.prod(shape)
     wants_weights = weight is not None and any(needs[1:])
     kinds = (
-        dy.dtype, saved.dtype, rstd.dtype, None if mean is None else mean.dtype,
+        saved.dtype, dy.dtype, rstd.dtype, None if mean is None else mean.dtype,
         None if weight is None else weight.dtype, None if bias is None else bias.dtype,
         dtypes.get("x_dtype"), needs[0], wants_weights,
     )  # fmt: skip
-    size, processors = saved.element_size(), multiprocessors(device)
-    cut = _of_backward(n_cols, size, centered, from_output, processors, *kinds)
+    processors = multiprocessors(dy.device)
+    cut = _of_backward(n_cols, centered, from_output, processors, *kinds)
     n_programs = min(cut.most, -(-n_rows // cut.height))
     dx = dweight = dbias = of_weight = of_bias = None
     if needs[0]:
-        dx = torch.empty(dy.shape, dtype=dtypes.get("x_dtype", saved.dtype), device=device)
+        to = dtypes.get("x_dtype", saved.dtype)
+        dx = torch.empty_like(dy, dtype=to, memory_format=torch.contiguous_format)
     if weight is not None and wants_weights:
-        sizes = (n_programs, n_cols)
         dweight = torch.empty_like(weight)
-        of_weight = torch.empty(sizes, dtype=torch.float32, device=device)
+        # Of sizes that are passed as a tuple an allocation takes twice as long on the host.
+        of_weight = dy.new_empty(n_programs * n_cols, dtype=torch.float32)
         if bias is not None:
             dbias = torch.empty_like(bias)
-            of_bias = torch.empty(sizes, dtype=torch.float32, device=device)
+            of_bias = of_weight.new_empty(n_programs * n_cols)
     data = (dy, saved, mean, rstd, weight, bias)
     numbers = (n_rows, 2 * n_cols, float(eps))
     if cut.sums is None:

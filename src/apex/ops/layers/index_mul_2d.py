@@ -15,21 +15,30 @@ row adds to no sum, PyTorch's own function stops with an assertion on the device
 out of bounds.
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
-from apex.ops._dtypes import wide
-from apex.ops._op import op
+from apex.ops._check import (
+    FLOATS,
+    INTEGERS,
+    ArgumentError,
+    check_shape,
+    check_tensors,
+    traced,
+)
+from apex.ops._dtypes import WIDE
+from apex.ops._op import UNSURE, op
 from apex.ops.norms._scripted import left_to_python
 
 
 def reference(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The definition, for tensors of one dtype; rounds once, gradients too."""
     # Not in1[index]: it takes negative indices, and on a CPU it is up to 2.6 times slower.
-    to = wide(in2)
-    return (F.embedding(index.long(), in1.to(to)) * in2.to(to)).to(in2.dtype)
+    if in2.dtype in WIDE:
+        return torch.embedding(in1, index.long()) * in2
+    return (torch.embedding(in1.float(), index.long()) * in2.float()).to(in2.dtype)
 
 
 OP = op(
@@ -67,15 +76,41 @@ def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, idx1: torch.Tensor) -> to
                 [1., 2.],
                 [3., 4.]])
     """
-    check("index_mul_2d", in1, in2, idx1)
-    if in1.dtype != in2.dtype:
-        dtype = torch.promote_types(in1.dtype, in2.dtype)
-        in1, in2 = in1.to(dtype), in2.to(dtype)
+    implementation = OP.choose(in2)
+    if implementation is UNSURE or not _fit(in1, in2, idx1):
+        implementation = UNSURE
+        check("index_mul_2d", in1, in2, idx1)
+        if in1.dtype != in2.dtype:
+            dtype = torch.promote_types(in1.dtype, in2.dtype)
+            in1, in2 = in1.to(dtype), in2.to(dtype)
     try:
-        return OP(in2, in1, idx1)
+        if implementation is UNSURE:
+            return OP(in2, in1, idx1)
+        if implementation is None:
+            return reference(in2, in1, idx1)
+        return OP.compute(in2, in1, idx1, (implementation,))
     except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
         check_index("index_mul_2d", in1, idx1)
         raise
+
+
+def _fit(in1: Any, in2: torch.Tensor, index: Any) -> bool:
+    """Whether :func:`check` has nothing to say about plain tensors of one dtype."""
+    if type(in1) not in _runtime.PLAIN or type(index) is not torch.Tensor:
+        return False
+    if not in1.dim() == in2.dim() == 2 or index.dim() != 1:
+        return False
+    (rows, columns), (size, same), dtype, device = in1.shape, in2.shape, in2.dtype, in2.device
+    return (
+        columns == same
+        and index.numel() == size
+        and (rows > 0 or not size)
+        and in1.dtype == dtype
+        and dtype in FLOATS
+        and index.dtype in INTEGERS
+        and in1.device == device
+        and index.device == device
+    )
 
 
 def check(name: str, in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) -> None:

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import ArgumentError, check_tensors
+from apex.ops import _runtime
+from apex.ops._check import FLOATS, ArgumentError, check_tensors
 from apex.ops._dtypes import Optional, wide
-from apex.ops._op import op
+from apex.ops._op import UNSURE, op
 
 Tensor = torch.Tensor
 
@@ -98,7 +99,7 @@ OP = op(
     gradient=lambda dy, cos, sin, **rest: [reference(dy, cos, transposed(sin), **rest)],
     pieces=SimpleNamespace(forward=_forward, backward=_backward, above=PIECE),
     contiguous=False,
-    takes=lambda t: t.shape[:2].numel() < 2**31,  # programs are counted in 32 bits
+    takes=(lambda t: t.shape[:2].numel() < 2**31, 2**31),  # programs are counted in 32 bits
     compiles_to_operator=lambda *args: False,
 )
 
@@ -113,11 +114,21 @@ class Rotation(NamedTuple):
 
     def rotate(self, t: Tensor) -> Tensor:
         """Rotate ``t``; a method by name, because Dynamo of torch 2.9 calls no named tuple."""
-        if t.dim() == 3:  # packed sequences
-            return OP(t[:, None], *self)[:, 0]
-        if self.dim and self.positions is None:  # positions first, and second in memory
-            return OP(t.transpose(0, 1), *self).transpose(0, 1)
-        return OP(t, *self)
+        packed, swapped = t.dim() == 3, self.dim and self.positions is None
+        if packed:
+            t = t[:, None]
+        elif swapped:  # positions first, and second in memory
+            t = t.transpose(0, 1)
+        implementation = OP.choose(t)
+        if implementation is UNSURE or not type(self.cos) is type(self.sin) is torch.Tensor:
+            y = OP(t, *self)
+        elif implementation is None:
+            y = reference(t, *self)
+        else:
+            y = OP.compute(t, *self[:3], (implementation, self.dim))
+        if packed:
+            return y[:, 0]
+        return y.transpose(0, 1) if swapped else y
 
     def back(self, dy: Tensor) -> Tensor:
         """The gradient of ``t`` from that of the result."""
@@ -182,11 +193,17 @@ def by_places(
 
 def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor) -> list[Tensor]:
     """Check all; ``(positions, rotated)`` of each table, as far as needed and without gradient."""
-    tensors = {"t": t, **tables}
-    check_tensors("rotary", tensors, floating=tensors, required=tensors)
+    plain = type(t) in _runtime.PLAIN and t.dtype in FLOATS
+    for table in tables.values():
+        plain = plain and type(table) in _runtime.PLAIN and table.dtype in FLOATS
+        plain = plain and table.device == t.device
+    if not plain:
+        tensors = {"t": t, **tables}
+        check_tensors("rotary", tensors, floating=tensors, required=tensors)
     if t.dim() != layout.count(",") + 1:
         raise ArgumentError(f"rotary: t has shape {list(t.shape)}. Pass [{layout}].")
-    most, to, found = t.shape[-1] // (2 if counts else 1), wide(t), []
+    most, found = t.shape[-1] // (2 if counts else 1), []
+    to = torch.float64 if t.dtype == torch.float64 else torch.float32
     counts = counts or [0 if t.dim() == 3 else t.shape[0]] * len(tables)  # 3: not known here
     width = next(iter(tables.values())).shape[-1:]
     for (key, table), count in zip(tables.items(), counts, strict=True):

@@ -27,7 +27,7 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
-from apex.ops._dtypes import Optional, wide
+from apex.ops._dtypes import WIDE, Optional, wide
 from apex.ops._op import UNSURE, call_on_device, op
 
 MASKED = -10000.0
@@ -56,11 +56,15 @@ def _masked(mask: Optional) -> Optional:
 
 def reference(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> torch.Tensor:
     """Compute the definition; rounds once."""
-    z = x.to(wide(x)) * scale
-    masked = _masked(mask)
-    if masked is not None:
-        z = torch.where(masked, MASKED, z)  # CPU: 0.6 of masked_fill's time
-    return softmax(z, causal, mask is not None).to(x.dtype)
+    wider = x if x.dtype in WIDE else x.float()
+    if mask is None and not causal:
+        y = torch.softmax(wider * scale, -1)
+    else:
+        masked = _masked(mask)
+        # CPU: 0.6 of masked_fill's time
+        z = wider * scale if masked is None else torch.where(masked, MASKED, wider * scale)
+        y = softmax(z, causal, mask is not None)
+    return y if wider is x else y.to(x.dtype)
 
 
 def gradient(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool) -> list[torch.Tensor]:
@@ -139,7 +143,8 @@ OP = op(
     pieces=SimpleNamespace(forward=_forward, backward=_backward, above=SMALL),
     autocast="half",
     contiguous=False,  # a mask is read as it lies in memory
-    takes=lambda x: x.numel() < 2**30 * max(1, x.shape[-1]),  # the kernels count rows in 32 bits
+    # The kernels count rows in 32 bits.
+    takes=(lambda x: x.numel() < 2**30 * max(1, x.shape[-1]), 2**30),
 )
 
 
@@ -151,7 +156,7 @@ def scaled_softmax(
     if implementation is not UNSURE and _fit(x, mask, causal):
         if implementation is None:
             return reference(x, mask, float(scale), causal)
-        return OP.compute(x, mask, float(scale), causal, implementation)
+        return OP.compute(x, mask, (implementation, float(scale), causal))
     check(name, x, mask, causal)
     return OP(x, mask, float(scale), causal)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, check_shape, check_tensors
-from apex.ops._dtypes import WIDE, alike, wide
+from apex.ops._dtypes import WIDE, wide
 from apex.ops._op import UNSURE, op
 
 
@@ -37,13 +37,15 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if (
         implementation is not UNSURE
         and type(up) in _runtime.PLAIN
+        and up.dtype == gate.dtype
+        and up.device == gate.device
         and up.shape == gate.shape
-        and alike(gate, up)
         and gate.dtype in FLOATS
     ):
         if implementation is not None:
-            return OP.compute(gate, up, implementation)
-        return F.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
+            return OP.compute(gate, up, (implementation,))
+        # What F.silu calls.
+        return torch._C._nn.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
     tensors = {"gate": gate, "up": up}
     check_tensors("swiglu", tensors, floating=tensors, required=tensors)
     if up.shape != gate.shape:

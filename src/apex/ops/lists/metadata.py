@@ -24,6 +24,7 @@ import torch
 from apex.ops import _runtime
 
 _Fact = TypeVar("_Fact", bound=Callable[..., Any])
+Entry = tuple[Any, Any]  # guards, and what is known where they hold
 
 _PLAIN, _LAYOUT = frozenset(_runtime.PLAIN), attrgetter("layout")
 
@@ -46,11 +47,12 @@ def of_metadata(fact: _Fact) -> _Fact:
     """Have a function of columns computed only where their metadata is not that of an earlier call.
 
     What it returns depends on nothing but the metadata and its other arguments, which are hashable,
-    and is shared by all calls.
+    and is shared by all calls. The function gets an attribute ``entry``: the same, but returns the
+    guards and what is known if ``guards.check(*tensors)`` holds, or ``None``; for a caller that
+    keeps them.
     """
 
-    @functools.wraps(fact)
-    def known(columns: Sequence[Sequence[torch.Tensor]], *more: Hashable) -> Any:
+    def entry_of(columns: Sequence[Sequence[torch.Tensor]], *more: Hashable) -> Entry | None:
         # Guards never hold for a tensor that is given twice: only its first column is compared, and
         # which columns repeat it is in the key.
         repeats = _repeats(columns)
@@ -60,21 +62,28 @@ def of_metadata(fact: _Fact) -> _Fact:
         middle = full and full[len(full) // 2]
         some = middle and (*ends, middle[len(middle) // 2])
         if not some or torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, some)):
-            return fact(columns, *more)
+            return None
         # Equal keys need not mean equal metadata: they choose with what it is compared.
         chosen = [(x.dtype, x.numel(), x.is_nested) for x in some]  # torch aborts on a nested one
         kept = _kept(fact, more, *repeats.items(), *map(len, columns), *chosen)
-        for guards, found in kept:
-            if guards.check(*chain.from_iterable(distinct)):
-                return found
-        found = fact(columns, *more)
+        for entry in kept:
+            if entry[0].check(*chain.from_iterable(distinct)):
+                return cast("Entry", entry)
         tensors = [*chain.from_iterable(distinct)]
-        if _can_be_guarded(tensors):
-            _make_room(len(tensors))
-            # Four lists for a key, the newest first: gradients have the key of their parameters.
-            kept[:] = [(_guards(tensors), found), *kept[:3]]
-        return found
+        if not _can_be_guarded(tensors):
+            return None
+        entry = _guards(tensors), fact(columns, *more)
+        _make_room(len(tensors))
+        # Four lists for a key, the newest first: gradients have the key of their parameters.
+        kept[:] = [entry, *kept[:3]]
+        return entry
 
+    @functools.wraps(fact)
+    def known(columns: Sequence[Sequence[torch.Tensor]], *more: Hashable) -> Any:
+        entry = entry_of(columns, *more)
+        return fact(columns, *more) if entry is None else entry[1]
+
+    vars(known)["entry"] = entry_of
     return cast("_Fact", known)
 
 

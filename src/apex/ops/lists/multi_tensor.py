@@ -17,13 +17,14 @@ by ``noop``, a one-element tensor that is read where the tensors are.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -169,7 +170,7 @@ def run(
     dtypes = {column[0].dtype for column in columns}
     if codec.quantized:
         dtypes.discard(torch.uint8)
-    if not _runtime.can_fuse(call.device) or not dtypes <= FUSABLE:
+    if not _runtime.can_fuse(columns[0][0].device) or not dtypes <= FUSABLE:
         return _reference(call)
     odd = [] if call.dense else odd_positions(columns)
     if not odd:
@@ -309,10 +310,17 @@ def raise_flag(
 # -- the kernel ----------------------------------------------------------------------------------
 
 
-def _jitted(name: str) -> list[Any]:
+@functools.cache
+def _place(name: str) -> tuple[str, Callable[[Any], Any]]:
+    """The module of jitted functions, and what gets them from it."""
     module, functions = f"apex.kernels.{name}".split(":")
+    return module, attrgetter(*functions.split(","))
+
+
+def _jitted(name: str) -> Any:
+    module, functions = _place(name)
     found = sys.modules.get(module) or importlib.import_module(module)  # which takes 4 us
-    return [getattr(found, function) for function in functions.split(",")]
+    return functions(found)
 
 
 def _of_codes(
@@ -333,7 +341,7 @@ def _of_codes(
 
 
 def _fused(call: _Call) -> torch.Tensor | None:
-    from apex.kernels import multi_tensor as kernels  # late: importing us must not import triton
+    import apex.kernels.multi_tensor as kernels  # late: importing us must not import triton
 
     device, quantized = call.device, call.codec.quantized
     sizes, more = numels_of(call.columns[0]), {}
@@ -342,21 +350,22 @@ def _fused(call: _Call) -> torch.Tensor | None:
         sizes = tuple(BLOCK * math.prod(absmax_shape(shape)) for shape in shapes)
     if not any(sizes):
         return _no_sums(call) if call.sums else None
-    columns = [*call.columns, *[one.absmax for one in quantized]]
+    written = [call.columns[column] for column, _ in call.stores]
+    columns = call.columns
+    if quantized:
+        absmax = [one.absmax for one in quantized]
+        columns, written = [*columns, *absmax], written + absmax
     layout, tables = TABLES.of_launch(sizes, columns, device)
     if quantized:
         more = _of_codes(call, shapes, tables[len(call.columns) :])
-    (function,) = _jitted(call.update.kernel)
-    decode, encode = _jitted(call.codec.kernel)
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
-    written = [call.columns[column] for column, _ in call.stores]
-    written += [one.absmax for one in quantized]
     torch.autograd.graph.increment_version(chain.from_iterable(written))
     return kernels.launch(
         layout,
         tables[: len(call.columns)],
         [column[0].dtype for column in call.columns],
-        function, call.stores, call.update.scalars._fields, call.scalars, noop=call.noop,
-        sums=call.sums, codec=(decode, encode), seed=call.seed, largest=call.largest,
+        _jitted(call.update.kernel), call.stores, call.update.scalars._fields, call.scalars,
+        noop=call.noop, sums=call.sums, codec=_jitted(call.codec.kernel), seed=call.seed,
+        largest=call.largest,
         flag=call.flag, flags=call.flags, **more,
     )  # fmt: skip

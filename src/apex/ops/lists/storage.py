@@ -20,8 +20,9 @@ also give stochastic rounding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,10 @@ class Storage:
 
     def codec(self, quantized: tuple[Quantized, ...] = ()) -> Codec:
         """How columns are stored: gradients, weights, states, what is stored with weights."""
+        return replace(self._codec, quantized=quantized) if quantized else self._codec
+
+    @functools.cached_property
+    def _codec(self) -> Codec:
         has_extra = self.extra is not None
 
         def decode(raw: Values) -> Values:
@@ -72,7 +77,7 @@ class Storage:
             weight, *more = self.narrow(new[0])
             return weight, *new[1:], *more
 
-        return Codec(decode, encode, f"storage:{self.decode},{self.encode}", quantized)
+        return Codec(decode, encode, f"storage:{self.decode},{self.encode}")
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
@@ -197,19 +202,27 @@ def run_stored(
         scalars: Of the update.
         options: Skipping and storage.
     """
-    states = len(columns) - 2
-    stores = [(PARAM + i, i) for i in range(1 + states)]
-    if options.write_grads:
-        stores.append((0, 1 + states))
-    columns = list(columns)
+    stores = _stores(
+        len(columns) - 2, options.write_grads, options.extra is not None, options.storage is PLAIN
+    )
     if options.extra is not None:
-        stores.append((len(columns), 0 if options.storage is PLAIN else 2 + states))
-        columns.append(options.extra)
+        columns = [*columns, options.extra]
     seed = None
     if options.storage.seeded:
         device = columns[PARAM][0].device
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     run(
-        update, columns, tuple(stores), scalars, noop=options.noop,
+        update, columns, stores, scalars, noop=options.noop,
         codec=options.storage.codec(options.quantized), seed=seed, dense=options.dense,
     )  # fmt: skip
+
+
+@functools.cache
+def _stores(states: int, grads: bool, extra: bool, plain: bool) -> tuple[tuple[int, int], ...]:
+    """Which new value is written to which column."""
+    stores = [(PARAM + i, i) for i in range(1 + states)]
+    if grads:
+        stores.append((0, 1 + states))
+    if extra:
+        stores.append((2 + states, 0 if plain else 2 + states))
+    return tuple(stores)

@@ -9,6 +9,7 @@ are sliced and joined by lists of the host, and numbers are arguments of a kerne
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -83,21 +84,28 @@ def piece(column: Sequence[Any], first: int, last: int) -> list[Any]:
 def numels_of(column: TensorList) -> tuple[int, ...]:
     """How many elements each tensor has."""
     if isinstance(column, TensorColumn):
-        return column.numels()
+        return column.known_numels or column.numels()
     return tuple(map(torch.Tensor.numel, column))
 
 
 def addresses_of(columns: Iterable[TensorList]) -> list[tuple[int, ...]]:
     """Where the tensors of columns begin; in one pass over all that are not known."""
-    known = [x if isinstance(x, TensorColumn) else TensorColumn(x) for x in columns]
-    roots = {id(root): root for root in map(TensorColumn.root, known) if root._addresses is None}
+    known: list[TensorColumn] = []
+    roots: dict[int, TensorColumn] = {}
+    for given in columns:
+        column = given if isinstance(given, TensorColumn) else TensorColumn(given)
+        known.append(column)
+        if column._addresses is None:
+            root = column if column.whole is None else column.root()
+            if root._addresses is None:
+                roots[id(root)] = root
     if roots:
         found = tuple(map(torch.Tensor.data_ptr, chain.from_iterable(roots.values())))
         first = 0
         for root in roots.values():
             root._addresses = found[first : first + len(root)]
             first += len(root)
-    return [_addresses_in(column) for column in known]
+    return [x._addresses if x._addresses is not None else _addresses_in(x) for x in known]
 
 
 def _addresses_in(column: TensorColumn) -> tuple[int, ...]:
@@ -231,10 +239,15 @@ def as_vector(column: TensorList) -> torch.Tensor:
     it is a copy.
     """
     first, (addresses,) = column[0], addresses_of([column])
-    size = first.element_size()
-    if addresses == (*range(addresses[0], addresses[0] + len(column) * size, size),):
+    if _follow_each_other(addresses, first.element_size()):
         return first.as_strided((len(column),), (1,))
     return torch.stack(list(column))
+
+
+@functools.lru_cache(maxsize=64)
+def _follow_each_other(addresses: tuple[int, ...], size: int) -> bool:
+    """Whether elements of that size begin at these addresses without gaps; remembered."""
+    return addresses == (*range(addresses[0], addresses[0] + len(addresses) * size, size),)
 
 
 def joined(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:

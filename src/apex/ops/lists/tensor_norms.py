@@ -67,6 +67,32 @@ def l2_norm(
 
 
 @torch.no_grad()
+def norms_of(
+    sums: torch.Tensor, flag: torch.Tensor, *, each: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take roots of sums of squares: of all together, and of each.
+
+    On a GPU one launch takes the place of nine of torch's.
+
+    Args:
+        sums: float32 ``(tensors,)``.
+        flag: One element of any dtype, on their device; it becomes 1 if the first result is not
+            finite.
+        each: Whether the second is wanted.
+
+    Returns:
+        float32 ``(1,)``, and ``(tensors,)`` or ``(0,)``.
+    """
+    if _runtime.can_fuse(sums.device):
+        from apex.kernels import partial_sums  # late: importing us must not import triton
+
+        return partial_sums.norms_of(sums.contiguous(), flag, each=each)
+    norm = sums.sum().sqrt().reshape(1)
+    flag.masked_fill_(norm.isfinite().logical_not(), 1)
+    return norm, sums.sqrt() if each else sums.new_empty(0)
+
+
+@torch.no_grad()
 def _each(what: int, column: TensorList, factor: Scalar, flag: torch.Tensor | None) -> torch.Tensor:
     """Sum squares of each tensor, or find its largest magnitude."""
     if not column:

@@ -108,6 +108,10 @@ OP = op(
 )
 
 
+# What F.cross_entropy calls. torch's stub of it is wrong in a type.
+_of_torch: Any = torch._C._nn.cross_entropy_loss
+
+
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -130,18 +134,30 @@ def cross_entropy(
         ArgumentError: A type, dtype, shape, device or ``smoothing`` is not what it should be.
         IndexError: A label is out of range, on a CPU.
     """
-    smoothing, padding_idx = float(smoothing), int(padding_idx)
+    return losses(logits, labels, smoothing, padding_idx)
+
+
+def losses(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    smoothing: float = 0.0,
+    padding_idx: int = 0,
+    half_to_float: bool = False,
+) -> torch.Tensor:
+    """Compute the loss of each row: :func:`cross_entropy` with the arguments of NVIDIA's Apex."""
     implementation = OP.choose(logits)
-    if implementation is not UNSURE and _fit(logits, labels, smoothing):
-        try:
-            if implementation is not None:
-                return OP.compute(logits, labels, smoothing, padding_idx, implementation)
-            return F.cross_entropy(
-                logits if logits.dtype in WIDE else logits.float(), labels, reduction="none",
-                label_smoothing=smoothing, ignore_index=padding_idx,
-            )  # fmt: skip
-        except (IndexError, RuntimeError):
-            pass  # below are the words for a label that is out of range
+    try:
+        if implementation is None:
+            if _is_torchs(logits, labels, smoothing):
+                x = logits if logits.dtype in WIDE else logits.float()
+                y: torch.Tensor = _of_torch(x, labels, None, 0, padding_idx, smoothing)  # 0: whole
+                return y
+        elif implementation is not UNSURE and _fit(logits, labels, smoothing):
+            how = (implementation, float(smoothing), int(padding_idx))
+            return OP.compute(logits, labels, how)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        pass  # below are the words for what is wrong
+    smoothing, padding_idx = float(smoothing), int(padding_idx)
     check("cross_entropy", logits, labels, smoothing)
     try:
         return OP(logits, labels, smoothing, padding_idx)
@@ -150,16 +166,28 @@ def cross_entropy(
         raise
 
 
+def _is_torchs(logits: torch.Tensor, labels: Any, smoothing: float) -> bool:
+    """Whether a small call is torch's function, which checks sizes and labels itself."""
+    return (
+        labels.dtype == torch.int64  # floating ones would be probabilities
+        and logits.dim() == 2
+        and logits.dtype in FLOATS
+        and logits.numel() > 0
+        and 0.0 <= smoothing <= 1.0
+    )
+
+
 def _fit(logits: torch.Tensor, labels: Any, smoothing: float) -> bool:
     """Whether :func:`check` has nothing to say about what programs usually pass."""
+    if type(labels) is not torch.Tensor or logits.dim() != 2 or labels.dim() != 1:
+        return False
+    rows, classes = logits.shape
     return (
-        type(labels) is torch.Tensor
-        and labels.dtype == torch.int64
-        and labels.device == logits.device
+        labels.dtype == torch.int64
+        and labels.numel() == rows
+        and classes > 0
         and logits.dtype in FLOATS
-        and logits.dim() == 2
-        and labels.shape == logits.shape[:1]
-        and logits.shape[1] > 0
+        and labels.device == logits.device
         and 0.0 <= smoothing <= 1.0
     )
 

@@ -21,15 +21,16 @@ write 261, the kernels 6: a logit is read in each pass and its gradient written.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
+from apex.ops._check import INTEGERS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import wide
-from apex.ops._op import op
+from apex.ops._op import UNSURE, op
 
 IGNORED = -2  # the target of anchors that do not count
 
@@ -65,6 +66,47 @@ OP = op(
     grads=("logits",),
     compiles_to_operator=lambda *args: False,
 )
+
+
+def focal_loss(
+    cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor, num_positives_sum: torch.Tensor,
+    num_real_classes: int, alpha: float, gamma: float, label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Check the arguments, see `apex.contrib.focal_loss.focal_loss`, and compute."""
+    tensors = (cls_output, cls_targets_at_level, num_positives_sum)
+    constants: Any = (num_real_classes, alpha, gamma, label_smoothing)
+    implementation = OP.choose(cls_output)
+    if implementation is None or implementation is UNSURE or not _fit(*tensors, *constants):
+        return OP(*checked("focal_loss", *tensors, *constants))
+    if cls_targets_at_level.is_cpu:
+        targets = cls_targets_at_level.reshape(-1).long()
+        _check_targets("focal_loss", targets, num_real_classes)
+    return OP.compute(*tensors, (implementation, *constants))
+
+
+def _fit(
+    logits: torch.Tensor, targets: Any, num_positives: Any, classes: Any, alpha: Any, gamma: Any,
+    smoothing: Any,
+) -> bool:  # fmt: skip
+    """Whether :func:`checked` has nothing to say about what programs usually pass."""
+    if not (
+        type(targets) is type(num_positives) is torch.Tensor
+        and type(classes) is int
+        and type(alpha) is type(gamma) is type(smoothing) is float
+    ):
+        return False
+    *shape, columns = logits.shape
+    return (
+        targets.dtype in INTEGERS
+        and num_positives.dtype in _runtime.DTYPES
+        and num_positives.numel() == 1
+        and [*targets.shape] == shape
+        and 1 <= classes <= columns
+        and 0.0 <= alpha <= 1.0
+        and 0.0 <= smoothing <= 1.0
+        and 0.0 <= gamma < math.inf
+        and targets.device == num_positives.device == logits.device
+    )
 
 
 def checked(

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
-from apex.ops._dtypes import NARROW, WIDE, Optional, alike, to_dtype, wide
+from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
 from apex.ops._op import UNSURE, op
 
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
@@ -164,7 +164,7 @@ OP = op(
     allocate=_allocate,
     pieces=_PIECES,
     contiguous=False,
-    takes=channels_last,
+    takes=(channels_last, 0),
 )
 
 
@@ -198,20 +198,32 @@ def group_norm(
             f"group_norm: act is {act!r}; allowed are 'silu', 'swish', '' and None."
         )
     implementation, silu = OP.choose(x), ACTIVATIONS[act]
+    if implementation is None:
+        try:
+            if _is_torchs(x, weight, bias):
+                y = torch.group_norm(x, groups, weight, bias, eps)
+                return F.silu(y) if silu else y
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            pass  # below are the words for what does not fit together
     if implementation is not UNSURE and _fit(x, groups, weight, bias):
-        if implementation is not None:
-            return OP.compute(x, weight, bias, groups, float(eps), silu, implementation)
-        if (
-            x.dtype in WIDE
-            and x.is_contiguous()
-            and alike(x, weight, bias)
-            and (bias is None or weight is not None)
-        ):  # then the definition is torch's function, and SiLU
-            y = torch.group_norm(x, groups, weight, bias, eps)
-            return F.silu(y) if silu else y
+        if implementation is None:
+            return _definition(x, weight, bias, groups, float(eps), silu)
+        return OP.compute(x, weight, bias, (implementation, groups, float(eps), silu))
     groups = int(groups)
     check("group_norm", x, groups, weight, bias)
     return OP(x, weight, bias, groups, float(eps), silu)
+
+
+def _is_torchs(x: torch.Tensor, weight: Any, bias: Any) -> bool:
+    """Whether a small norm is torch's function and SiLU, which check sizes themselves."""
+    dtype = x.dtype
+    return (
+        dtype in WIDE
+        and (weight is None or weight.dtype == dtype)
+        and (bias is None or (weight is not None and bias.dtype == dtype))
+        and x.is_contiguous()
+        and x.numel() > 0
+    )
 
 
 def _fit(x: torch.Tensor, groups: Any, weight: Any, bias: Any) -> bool:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
-from apex.ops._dtypes import NARROW, Optional, to_dtype, wide
+from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
 from apex.ops._op import UNSURE, op
 from apex.ops.norms import row_norm_pieces
 from apex.ops.norms._scripted import Shape, left_to_python
@@ -104,15 +104,18 @@ def norm(
     """
     operation = MEMORY_EFFICIENT if memory_efficient else OP
     implementation = operation.choose(x)
-    if implementation is not UNSURE and _fit(x, weight, bias, shape):
-        dtype = x.dtype
-        if implementation is not None:
-            constants = (shape, eps, centered, dtype, *([dtype] * memory_efficient))
-            return operation.compute(x, weight, bias, *constants, implementation)
-        if not (centered and x.is_cpu and dtype in NARROW):  # then it is torch's function alone
-            if centered:
-                return F.layer_norm(x, shape, weight, bias, eps)
-            return F.rms_norm(x, shape, weight, eps)
+    if implementation is None:
+        try:
+            if _is_torchs(x, weight, bias, centered):  # what F.layer_norm calls
+                if centered:
+                    return torch.layer_norm(x, shape, weight, bias, eps)
+                return torch.rms_norm(x, shape, weight, eps)
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # below are the words for what does not fit together
+    elif implementation is not UNSURE and _fit(x, weight, bias, shape):
+        dtypes = (x.dtype, x.dtype) if memory_efficient else (x.dtype,)
+        how = (implementation, shape, eps, centered, *dtypes)
+        return operation.compute(x, weight, bias, how)
     x, weight, bias = OP.cast(x, weight, bias)
     refuse_other_dtype(x, weight, instead, weights)
     check_norm("layer_norm" if centered else "rms_norm", x, weight, bias, shape)
@@ -122,10 +125,20 @@ def norm(
     return OP(x, weight, bias, shape, eps, centered, dtype)
 
 
+def _is_torchs(x: torch.Tensor, weight: Any, bias: Any, centered: bool) -> bool:
+    """Whether a small norm is torch's function alone, which checks sizes itself."""
+    dtype = x.dtype
+    return (
+        (weight is None or weight.dtype == dtype)
+        and (bias is None or (weight is not None and bias.dtype == dtype))
+        and dtype in (WIDE if centered and x.is_cpu else FLOATS)
+    )
+
+
 def _fit(x: torch.Tensor, weight: Any, bias: Any, shape: Any) -> bool:
     """Whether plain tensors of one dtype fit together, so that :func:`check_norm` passes."""
     row = shape if isinstance(shape, tuple) else tuple(shape) if isinstance(shape, list) else ()
-    if not row or x.shape[-len(row) :] != row or x.dtype not in FLOATS:
+    if not row or x.shape[-len(row) :] != row:
         return False
     dtype, device = x.dtype, x.device
     for tensor in (weight, bias):

@@ -66,12 +66,12 @@ class DeviceSteps:
     Attributes:
         counts: float64, a step for each group.
         runs: The groups of the tensors in order, and how many tensors each has.
-        found: Corrections that are computed already, by beta; shared by all lists of a step.
+        found: Corrections that were computed, by beta and root; all lists of a step share them.
     """
 
     counts: torch.Tensor
     runs: Sequence[tuple[int, int]] = ()
-    found: dict[float, torch.Tensor] = field(default_factory=dict)
+    found: dict[tuple[float, bool], torch.Tensor] = field(default_factory=dict)
 
     def of(self, runs: Sequence[tuple[int, int]], device: torch.device) -> DeviceSteps:
         """The steps of a list of tensors on ``device``."""
@@ -79,11 +79,11 @@ class DeviceSteps:
             return replace(self, runs=runs)
         return DeviceSteps(self.counts.to(device, non_blocking=device.type != "cpu"), runs)
 
-    def unbiased(self, beta: float) -> torch.Tensor:
-        """``1 / (1 - beta ** step)``: one number, or a vector with one for each tensor."""
-        if beta not in self.found:
-            self.found[beta] = _unbiased(beta, self.counts)
-        each = torch.split(self.found[beta], 1)
+    def unbiased(self, beta: float, *, root: bool = False) -> torch.Tensor:
+        """What :func:`unbiased` finds: one number, or a vector with one for each tensor."""
+        if (beta, root) not in self.found:
+            self.found[beta, root] = _unbiased(beta, self.counts, root=root)
+        each = torch.split(self.found[beta, root], 1)
         if len(self.runs) == 1:
             return each[self.runs[0][0]].view(())
         return torch.cat(
@@ -94,18 +94,23 @@ class DeviceSteps:
 Step = int | torch.Tensor | DeviceSteps
 
 
-def unbiased(beta: float, step: Step) -> Scalar:
-    """``1 / (1 - beta ** step)``; for a step on a device computed there, in float64."""
+def unbiased(beta: float, step: Step, *, root: bool = False) -> Scalar:
+    """``1 / (1 - beta ** step)``, or its ``root``.
+
+    For a step on a device computed there, in float64, and rounded once, as a kernel rounds what the
+    host has computed: so the steps are the same wherever they are counted.
+    """
     if isinstance(step, DeviceSteps):
-        return step.unbiased(beta)
+        return step.unbiased(beta, root=root)
     if isinstance(step, torch.Tensor):
-        return _unbiased(beta, step.reshape(()))
-    return 1 / (1 - beta**step)
+        return _unbiased(beta, step.reshape(()), root=root)
+    found = 1 / (1 - beta**step)
+    return math.sqrt(found) if root else found
 
 
-def _unbiased(beta: float, steps: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = 1 - beta ** steps.double()
-    return found.reciprocal().float()
+def _unbiased(beta: float, steps: torch.Tensor, *, root: bool) -> torch.Tensor:
+    found: torch.Tensor = (1 - beta ** steps.double()).reciprocal()
+    return (found.sqrt() if root else found).float()
 
 
 def corrections(hyper: Any) -> tuple[Scalar, Scalar]:

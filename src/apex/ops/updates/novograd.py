@@ -28,7 +28,6 @@ are those of NVIDIA Apex.
 
 from __future__ import annotations
 
-import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,31 +40,40 @@ from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
 from apex.ops.lists.tensor_lists import Scalar, TensorList, as_vector
 from apex.ops.lists.tensor_norms import max_norms, square_sums
 from apex.ops.updates import cpu_fused
-from apex.ops.updates.adam import Step, corrections, l2_and_decay
+from apex.ops.updates.adam import Step, corrections, l2_and_decay, unbiased
 
 UNSET = -1.0
 
 _List = list[torch.Tensor]
 
 
-# What the update takes: of the divisors one is each tensor's ``scale``, the other 1.
+# What the update takes; ``scale`` is each tensor's.
 NovoGradScalars = namedtuple(
     "NovoGradScalars",
-    "factor lr beta1 grad_share unbias1 l2 decay grad_divisor moment_divisor",
+    "factor lr beta1 grad_share unbias1 l2 decay scale",
 )
 
 
 def reference(values: Values, s: NovoGradScalars) -> Values:
-    """Compute the definition."""
+    """Compute the definition with weight decay decoupled from the moment."""
     grad, param, exp_avg = values[:3]
     grad = grad * s.factor
-    total = grad / s.grad_divisor + s.l2 * param
-    exp_avg = s.beta1 * exp_avg + s.grad_share * total
-    update = (exp_avg * s.unbias1) / s.moment_divisor + s.decay * param
+    exp_avg = s.beta1 * exp_avg + s.grad_share * (grad + s.l2 * param)
+    update = (exp_avg * s.unbias1) / s.scale + s.decay * param
+    return param - s.lr * update, exp_avg, grad
+
+
+def reference_inside(values: Values, s: NovoGradScalars) -> Values:
+    """Compute the definition with weight decay in the moment."""
+    grad, param, exp_avg = values[:3]
+    grad = grad * s.factor
+    exp_avg = s.beta1 * exp_avg + s.grad_share * (grad / s.scale + s.l2 * param)
+    update = exp_avg * s.unbias1 + s.decay * param
     return param - s.lr * update, exp_avg, grad
 
 
 NOVOGRAD = Update(reference, "novograd:novograd", NovoGradScalars)
+INSIDE = Update(reference_inside, "novograd:novograd_inside", NovoGradScalars)
 
 
 class NovoGrad(NamedTuple):
@@ -92,11 +100,10 @@ class NovoGrad(NamedTuple):
 
     def scalars(self, factor: Scalar, scales: torch.Tensor) -> NovoGradScalars:
         """What the update takes."""
-        inside = self.reg_inside_moment
         return NovoGradScalars(
             factor, self.lr, self.beta1, 1 - self.beta1 if self.grad_averaging else 1.0,
-            corrections(self)[0], *l2_and_decay(self.weight_decay, not inside),
-            *((scales, 1.0) if inside else (1.0, scales)),
+            corrections(self)[0], *l2_and_decay(self.weight_decay, not self.reg_inside_moment),
+            scales,
         )  # fmt: skip
 
     def blended(self, norms: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
@@ -109,8 +116,7 @@ class NovoGrad(NamedTuple):
 
     def scales(self, norms: torch.Tensor) -> torch.Tensor:
         """What the norms make of gradient or moment: they are divided by it."""
-        unbias2 = corrections(self)[1]
-        root = torch.sqrt(unbias2) if isinstance(unbias2, torch.Tensor) else math.sqrt(unbias2)
+        root = unbiased(self.beta2, self.step, root=True) if self.bias_correction else 1.0
         return norms * root + self.eps
 
 
@@ -152,7 +158,8 @@ def novograd_stages(
     if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay, hyper.step):
         cpu_fused.step_(_by_foreach(hyper), [*columns, scales.unbind()], options)
         return
-    run_stored(NOVOGRAD, columns, hyper.scalars(options.factor, scales), options)
+    update = INSIDE if hyper.reg_inside_moment else NOVOGRAD
+    run_stored(update, columns, hyper.scalars(options.factor, scales), options)
 
 
 def _by_foreach(hyper: NovoGrad) -> Callable[..., None]:

@@ -1,0 +1,393 @@
+"""amp.capture in programs of other kinds: what they pass, keep, copy, and do between calls.
+
+The graph is recorded on a CPU (:mod:`tests.recorded_graph`), which apex takes for a GPU here.
+"""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import pickle
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from apex import amp, optimizers
+from tests.amp.captures import MAKERS, Program, batch, equal, repeat
+from tests.recorded_graph import like_a_gpu
+
+KIND = MAKERS["FusedAdam"]
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    with like_a_gpu():
+        yield
+
+
+def both_ways(work, call, level="O2", steps=12, **options):
+    """What calls return and leave without a graph and with one, and the captured step.
+
+    ``work(program)`` makes the function; ``call(program, step, number)`` calls it.
+    """
+    found, step = [], None
+    for captured in (False, True):
+        program = Program(level, KIND, "dynamic", **options)
+        step = amp.capture(work(program)) if captured else work(program)
+        found.append([*(call(program, step, number) for number in range(steps)), program.seen()])
+        amp.reset()
+    return (*found, step)
+
+
+def is_equal(work, call, replays, **options):
+    single, replayed, step = both_ways(work, call, **options)
+    assert equal(single, replayed)
+    assert step.replays == replays
+
+
+def x_of(number):
+    return batch(number, overflows=False)
+
+
+# -- arguments and results -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    on: bool = True
+
+
+@pytest.mark.parametrize("made", [
+    Batch, Pair, lambda x: collections.UserDict(x=x), lambda x: {"x": x, "more": [None, "b", 1.5]},
+    lambda x: Batch(nn.Parameter(x, requires_grad=False)),
+])  # fmt: skip
+def test_containers_are_looked_into(made):
+    def work(program):
+        return lambda one: program.step(
+            one["x"] if isinstance(one, collections.abc.Mapping) else one.x
+        )
+
+    is_equal(work, lambda program, step, n: step(made(x_of(n)))["loss"], 9)
+
+
+def test_tensors_of_inference_mode_are_arguments():
+    def call(program, step, number):
+        with torch.inference_mode():
+            x = x_of(number).clone()
+        return step(x)["loss"]
+
+    is_equal(lambda program: program.step, call, 9)
+
+
+def test_objects_among_arguments_are_told_apart():
+    """A bound method is a new object each time, which may be where another one was."""
+    calls = []
+
+    class Losses:
+        def square(self, out):
+            return out.square().mean()
+
+        def absolute(self, out):
+            return out.abs().mean()
+
+    losses, program = Losses(), Program("O1", KIND)
+
+    def function(x, loss_of):
+        calls.append(loss_of.__name__)
+        program.optimizer.zero_grad()
+        with amp.scale_loss(loss_of(program.model(x)), program.optimizer) as scaled:
+            scaled.backward()
+        program.optimizer.step()
+
+    step = amp.capture(function)
+    for number in range(8):
+        step(x_of(1), losses.square if number < 6 else losses.absolute)
+    assert calls == ["square"] * 4 + ["absolute"] * 2
+
+
+def test_results_stay_as_they_were_returned():
+    """Those that are weights or arguments, too, in calls without a graph as in replays."""
+    program = Program("O1", KIND)
+
+    def function(x):
+        return program.step(x)["loss"], program.model[0].weight, x, x[0]
+
+    step, kept, wanted = amp.capture(function), [], []
+    for number in range(8):
+        kept.append(step(x_of(number)))
+        wanted.append(copy.deepcopy(kept[-1]))
+        assert torch.equal(kept[-1][2], x_of(number))
+    assert step.replays == 5
+    assert equal(kept, wanted)
+
+
+# -- gradients from elsewhere ----------------------------------------------------------------------
+
+
+def backward(program, x):
+    loss = program.model(x).float().square().mean()
+    with amp.scale_loss(loss, program.optimizer) as scaled:
+        scaled.backward()
+    return loss
+
+
+def clears_first(program, x):
+    program.optimizer.zero_grad()
+    loss = backward(program, x)
+    program.optimizer.step()
+    return loss
+
+
+def clears_last(program, x):
+    loss = backward(program, x)
+    program.optimizer.step()
+    program.optimizer.zero_grad()
+    return loss
+
+
+def never_clears(program, x):
+    loss = backward(program, x)
+    program.optimizer.step()
+    return loss
+
+
+def writes_zeros(program, x):
+    program.optimizer.zero_grad(set_to_none=False)
+    return never_clears(program, x)
+
+
+def always(program, number):
+    backward(program, x_of(number + 20))
+
+
+def sometimes(program, number):
+    if number in (3, 7):
+        backward(program, x_of(number + 20))
+
+
+def clear(program, number):
+    if number % 5 == 0:
+        program.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("function", "before", "replays"), [
+    (clears_first, sometimes, 12), (clears_first, clear, 12), (clears_last, always, 0),
+    (clears_last, sometimes, None), (never_clears, clear, None), (writes_zeros, clear, None),
+    (clears_last, lambda program, number: None, 12),
+    (writes_zeros, lambda program, number: None, 12),
+])  # fmt: skip
+def test_gradients_that_the_program_gives_or_clears(function, before, replays, level):
+    def call(program, step, number):
+        before(program, number)
+        return step(x_of(number))
+
+    def work(program):
+        return functools.partial(function, program)
+
+    single, replayed, step = both_ways(work, call, level=level, steps=16)
+    assert equal(single, replayed)
+    assert replays is None or step.replays == replays
+
+
+def test_two_steps_of_one_model():
+    """As a generator and a discriminator have: each leaves gradients that the other clears."""
+    found = []
+    for captured in (False, True):
+        program = Program("O2", KIND, "dynamic")
+
+        def other(x, program=program):
+            program.optimizer.zero_grad()
+            loss = program.model(x).float().abs().mean()
+            with amp.scale_loss(loss, program.optimizer) as scaled:
+                scaled.backward()
+            program.optimizer.step()
+
+        steps = [program.step, other]
+        if captured:
+            steps = [*map(amp.capture, steps)]
+        for number in range(16):
+            steps[number % 2](batch(number, overflows=True))
+        found.append(program.seen())
+        amp.reset()
+    assert equal(*found)
+    assert [step.replays for step in steps] == [4, 5]
+
+
+# -- what the function does itself -----------------------------------------------------------------
+
+
+def writes_betas(program, x):
+    group = program.optimizer.param_groups[0]
+    group["betas"] = (group["betas"][0] * 0.99, 0.999)
+    return program.step(x)["loss"]
+
+
+def replaces_a_buffer(program, x):
+    program.model.scale = program.model.scale * 0.9
+    return program.step(x * program.model.scale)["loss"]
+
+
+@pytest.mark.parametrize(("function", "text"), [
+    (writes_betas, "it changes betas"), (replaces_a_buffer, "it replaces a buffer.*copy_"),
+])  # fmt: skip
+def test_what_the_function_changes_is_named(function, text):
+    def work(program):
+        program.model.register_buffer("scale", torch.ones(()))
+        return functools.partial(function, program)
+
+    with pytest.warns(UserWarning, match=text):
+        is_equal(work, lambda program, step, n: step(x_of(n)), 0, level="O1")
+
+
+def test_other_optimizers_in_other_calls_are_named():
+    program, other = Program("O1", KIND), nn.Parameter(torch.ones(2))
+    calls, (_, second) = (
+        [],
+        amp.initialize(
+            nn.Linear(2, 2), optimizers.FusedSGD([other], lr=0.1), opt_level="O1", verbosity=0
+        ),
+    )
+
+    def function(x):
+        calls.append(x)
+        if len(calls) % 4 == 0:
+            second.step()
+        return program.step(x)["loss"]
+
+    step = amp.capture(function)
+    with pytest.warns(UserWarning, match="it steps other optimizers in other calls"):
+        repeat(step, [x_of(1)] * 6)
+    assert (step.replays, len(calls)) == (0, 7)
+
+
+def test_only_a_part_of_a_step_is_refused():
+    program = Program("O1", KIND)
+    with pytest.raises(RuntimeError, match="the function has stepped no optimizer"):
+        amp.capture(functools.partial(backward, program))(x_of(1))
+
+
+def test_a_number_that_counts_is_warned_of():
+    program = Program("O1", KIND)
+    step = amp.capture(lambda x, number: program.step(x)["loss"])
+    with pytest.warns(UserWarning, match="arguments were of 64 kinds. Pass a number that counts"):
+        repeat(lambda number: step(x_of(1), number), range(70))
+    assert step.replays == 0
+
+
+def test_a_capture_that_is_interrupted_is_put_back():
+    found = []
+    for interrupted in (False, True):
+        program = Program("O2", KIND, "dynamic")
+        calls = []
+
+        def function(x, program=program, calls=calls, interrupted=interrupted):
+            calls.append(x)
+            loss = backward(program, x)
+            if interrupted and len(calls) == 4:
+                raise KeyboardInterrupt
+            program.optimizer.step()
+            program.optimizer.zero_grad()
+            return loss
+
+        step = amp.capture(function)
+        for number in range(3):
+            step(x_of(number))
+        with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+            step(x_of(3))
+        if interrupted:
+            step(x_of(3))
+        step(x_of(4))
+        found.append(program.seen())
+        amp.reset()
+    assert equal(*found)
+
+
+# -- the step as an object -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))]
+)
+def test_a_step_is_not_copied(copied):
+    step = amp.capture(Program("O1", KIND).step)
+    with pytest.raises(TypeError, match="cannot be copied or pickled.*make a new step"):
+        copied(step)
+
+
+def test_two_threads_have_a_step_each():
+    """While one is in its function, the other takes its step."""
+    programs, ends = [Program("O1", KIND), Program("O1", KIND)], threading.Barrier(2, timeout=20)
+    failed = []
+
+    def train(program):
+        def function(x):
+            ends.wait()
+            loss = program.step(x)["loss"]
+            ends.wait()
+            return loss
+
+        try:
+            repeat(amp.capture(function), [x_of(1)] * 2)
+        except RuntimeError as error:
+            failed.append(error)
+            ends.abort()
+
+    threads = [threading.Thread(target=train, args=[program]) for program in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+LR = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize("schedule", [
+    lambda o: LR.LambdaLR(o, lambda number: 0.5**number),
+    lambda o: LR.ReduceLROnPlateau(o, patience=1, factor=0.5),
+    lambda o: LR.SequentialLR(o, [LR.ConstantLR(o, 0.5, 3), LR.StepLR(o, 2, 0.5)], [5]),
+])  # fmt: skip
+def test_schedules_are_followed(schedule):
+    def work(program):
+        program.schedule = schedule(program.optimizer)
+        return program.step
+
+    def call(program, step, number):
+        loss = step(x_of(number))["loss"]
+        has_metric = isinstance(program.schedule, LR.ReduceLROnPlateau)
+        program.schedule.step(*[loss.item()] * has_metric)
+        return loss
+
+    is_equal(work, call, 9)
+
+
+def test_rates_in_tensors_are_followed(monkeypatch):
+    monkeypatch.setitem(
+        globals(), "KIND", lambda p: optimizers.FusedAdam(p, lr=torch.tensor(2**-7))
+    )
+
+    def call(program, step, number):
+        group = program.optimizer.param_groups[0]
+        if number in (5, 9):
+            group["lr"].fill_(2**-9 * number)
+        if number == 6:
+            group["lr"] = torch.tensor(2**-6)
+        if number == 10:
+            group["lr"] = 2**-8
+        return step(x_of(number))["loss"]
+
+    is_equal(lambda program: program.step, call, 9)

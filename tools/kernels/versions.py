@@ -1,0 +1,73 @@
+"""``./dev kernels --triton DIR ...``: compile every kernel with other releases of Triton.
+
+A release is unpacked beside the others, and not installed ::
+
+    pip install --no-deps --target .tritons/3.9.0 triton==3.9.0
+
+Each compiles in a process of its own, with its folder in front of the path. No kernel may spill
+registers, and none may have more than `LIMITS` says for its name: the most that Triton 3.5.0 to
+3.9.0 took for sm_90, rounded up to a multiple of 8, by which they are given out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LIMITS = pathlib.Path(__file__).with_name("registers.json")
+Finding = Mapping[str, Any]
+
+
+def compared(folders: Sequence[str], targets: Sequence[str]) -> list[dict[str, Any]]:
+    """What each release made of the kernels: a row for each folder and target."""
+    limits = json.loads(LIMITS.read_text(encoding="utf-8"))
+    rows = []
+    for folder in folders:
+        for target in targets:
+            found = _compiled(folder, target)
+            rows.append({"triton": found["triton"], **judged(found["kernels"], limits, target)})
+    return rows
+
+
+def judged(findings: Sequence[Finding], limits: Mapping[str, int], target: str) -> dict[str, Any]:
+    """Count kernels and registers, and say what is above the limits.
+
+    Args:
+        findings: Of one release.
+        limits: The most registers by the name of a kernel; they hold for sm_90.
+        target: What the kernels were compiled for.
+    """
+    bad = {}
+    for one in findings:
+        where, most = f"{one['kernel']} {one['variant']}", limits.get(one["kernel"], 0)
+        said = [f"spills {one['spilled']} bytes"] if one["spilled"] else []
+        if target == "sm_90" and one["registers"] > most:
+            said.append(f"{one['registers']} registers, allowed are {most}")
+        if said:
+            bad[where] = ", ".join(said)
+    return {
+        "target": target,
+        "kernels": len(findings),
+        "most_registers": max(one["registers"] for one in findings),
+        "spilling": sum(one["spilled"] > 0 for one in findings),
+        "above_limits": bad,
+    }
+
+
+def _compiled(folder: str, target: str) -> dict[str, Any]:
+    path = os.pathsep.join([os.path.abspath(folder), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.kernels", "--json", "--target", target],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    if not done.stdout.startswith("{"):
+        raise RuntimeError(f"--triton {folder}: {done.stderr.strip()}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    if not os.path.abspath(found["from"]).startswith(os.path.abspath(folder)):
+        raise RuntimeError(f"--triton {folder}: no triton there; {found['from']} was taken")
+    return found
