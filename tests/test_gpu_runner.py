@@ -334,7 +334,13 @@ def test_anchors_are_timed_beside_torch_and_compile(monkeypatch):
         "layer_norm, wide, 2048 x 32768",
         "group_norm, SiLU, middle, 4 x 256 x 128 x 128",
         "group_norm, SiLU, wide, 16 x 256 x 128 x 128",
+        "Muon, 48 matrices",
+        "Muon, 48 matrices, host",
+        "linear loss, 4096 x 4096 x 128256",
     ]
-    for rows, _ in found.values():
+    *kernels, muon, _, loss = (rows for rows, _ in found.values())
+    for rows in kernels:
         assert [row.name for row in rows] == ["torch", "torch.compile", "apex"]
         assert [row.over for row in rows] == [None, "torch", "torch"]
+    assert [row.over for row in muon] == [None, "torch Muon.step", "FusedMuon.step"]
+    assert [row.name for row in loss][1:4] == ["torch.compile", "linear_cross_entropy", "compact"]

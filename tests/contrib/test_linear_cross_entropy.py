@@ -191,7 +191,7 @@ def test_the_weights_gradient_adds_up_in_float32():
     weight = torch.randint(-2, 3, (50, 8)).bfloat16() / 4
     targets, options = torch.randint(50, (64,)), (0.0, IGNORED, "mean")
     one, many = (
-        ops.OP.operator(x, weight, None, targets, *options, size, [True, True, False])[3]
+        ops.OP.operator(x, weight, None, targets, *options, size, [True, True, False], None)[3]
         for size in (64, 1)
     )
     assert one.dtype == many.dtype == torch.float32
@@ -304,12 +304,12 @@ def test_evaluation_has_the_bits_of_training(reduction):
 def test_operations_are_registered_in_full():
     x, weight, bias, targets = _data(5, 4, 6, torch.float32)
     plain, lse, nothing = [t.detach() for t in (x, weight, bias)], torch.rand(5), [False] * 3
-    rest = (0.1, IGNORED, "none", 2, nothing)
+    rest = (0.1, IGNORED, "none", 2, nothing, None)
     opcheck(ops.OP.operator, (x, weight, bias, targets, *rest))
     needs, unknown = [True, False, True], [torch.empty(0) for _ in range(3)]
     opcheck(ops.OP.backward_operator, (torch.rand(5), needs, *plain, targets, lse, *unknown, *rest))
     needs = [True, True, False]
-    rest = (0.1, IGNORED, "mean", 2, needs)
+    rest = (0.1, IGNORED, "mean", 2, needs, None)
     opcheck(ops.OP.operator, (x, weight, None, targets, *rest))
     saved = (*plain[:2], None, targets, lse, *plain[:2], torch.empty(0))
     opcheck(ops.OP.backward_operator, (torch.rand(()), needs, *saved, *rest))

@@ -77,7 +77,7 @@ PARTS = {
     "host": Part(["tools.gpu.part", "times:host"], 40, "times"),
     "lists": Part(["tools.gpu.part", "times:lists"], 60, "times"),
     "ops": Part(["tools.gpu.part", "times:ops"], 60, "times"),
-    "anchors": Part(["tools.gpu.part", "times:anchors"], 60, "times"),
+    "anchors": Part(["tools.gpu.part", "times:anchors"], 90, "times"),
     "captured": Part(["tools.gpu.part", "times:captured"], 120, "times"),
     "thresholds": Part(["tools.gpu.part", "thresholds"], 120, "thresholds"),
     "tune": Part(["tools.gpu.part", "tune"], 540, "tune"),

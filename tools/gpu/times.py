@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp, optimizers
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
 from apex.selftest.catalogue.entry import IMAGES, MATRICES, Op
@@ -451,7 +451,10 @@ ANCHORS = (
 
 
 def anchors() -> dict[str, tuple[list[Row], Clock]]:
-    """Kernels, at any preference, beside torch and torch.compile: forward and backward."""
+    """Kernels, at any preference, beside torch and torch.compile: forward and backward.
+
+    Last, algorithms that are off by default until these rows decide.
+    """
     found: dict[str, tuple[list[Row], Clock]] = {}
     for name, of, small in ANCHORS:
         op = next(op for op in OPS if op.name == name)
@@ -464,7 +467,72 @@ def anchors() -> dict[str, tuple[list[Row], Clock]]:
             Row("apex", partial(_beside, op, shape, op.ours), "torch"),
         ]
         found[f"anchor, {name}, {of}, {size}"] = (rows, Clock(20, 7))
+    found["anchor, Muon, 48 matrices"] = (_muons(), Clock(10, 7))
+    found["anchor, Muon, 48 matrices, host"] = (_muons(), Clock(10, 7, host=True))
+    three = (20, 8, 50) if checking.DRY else (4096, 4096, 128256)
+    found[f"anchor, linear loss, {' x '.join(map(str, three))}"] = (
+        _linear_losses(*three), Clock(4, 5),
+    )  # fmt: skip
     return found
+
+
+def _linear_losses(rows: int, features: int, classes: int) -> list[Row]:
+    """The ways of `linear_cross_entropy`, beside torch's with all logits; made when they run."""
+
+    def torchs(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), labels)
+
+    def made(run: Callable[..., Tensor]) -> Callable[[], Work]:
+        def build() -> Work:
+            x = torch.randn(rows, features, device=DEVICE, dtype=BF16)
+            weight = torch.randn(classes, features, device=DEVICE, dtype=BF16) * 0.02
+            labels = torch.randint(1, classes, (rows,), device=DEVICE)
+            return _both_ways(lambda x, weight: run(x, weight, labels), x, weight)()
+
+        return build
+
+    def compiled() -> Work:
+        if checking.DRY:
+            raise checking.NotDry("nothing is compiled")
+        return made(torch.compile(torchs))()
+
+    def ours(**options: Any) -> Callable[[], Work]:
+        return made(partial(linear_cross_entropy, **options))
+
+    name = "torch, all logits"
+    return [
+        Row(name, made(torchs)),
+        Row("torch.compile", compiled, name),
+        Row("linear_cross_entropy", ours(), name),
+        Row("compact", ours(acc_policy="compact"), "linear_cross_entropy"),
+        Row(
+            "compact, float32 sum", ours(acc_policy="compact", acc_dtype=F32),
+            "linear_cross_entropy",
+        ),
+    ]  # fmt: skip
+
+
+def _muons() -> list[Row]:
+    """Steps of 48 matrices of width 768, those of a transformer of twelve layers."""
+    width, layers = (8, 1) if checking.DRY else (768, 12)
+    shapes = [(width, width)] * 2 + [(4 * width, width), (width, 4 * width)]
+
+    def made(kind: Callable[[Any], Any]) -> Callable[[], Work]:
+        def build() -> Work:
+            params = [nn.Parameter(torch.randn(s, device=DEVICE) * 0.02) for s in shapes * layers]
+            for param in params:
+                param.grad = torch.randn_like(param) * 1e-3
+            step: Work = kind(params).step
+            return step
+
+        return build
+
+    gram = partial(optimizers.FusedMuon, ns_algorithm="gram_newton_schulz")
+    return [
+        Row("torch Muon.step", made(torch.optim.Muon)),
+        Row("FusedMuon.step", made(optimizers.FusedMuon), "torch Muon.step"),
+        Row("FusedMuon.step, gram", made(gram), "FusedMuon.step"),
+    ]
 
 
 def _beside(op: Op, shape: tuple[int, ...], function: Callable[..., Tensor] | None) -> Work:

@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.ops.updates.newton_schulz import Iteration, most, orthogonalized, stacks
+from apex.ops.updates.newton_schulz import (
+    Iteration,
+    chosen_runs,
+    most,
+    multiplications,
+    orthogonalized,
+    stacks,
+)
 
 Parts = dict[int, torch.Tensor]  # by the number of the matrix, in order
 
@@ -191,11 +198,12 @@ def _owners(
     Returns:
         By the number of a matrix: coordinates in mesh dimensions of these sizes.
     """
-    costs = []  # about multiplications of an iteration
+    costs = []  # multiplications
     for stack in plan:
-        short, long = sorted(matrices[stack[0]].shape)
+        first = matrices[stack[0]]
         elements = sum(matrices[number].param.numel() for number in stack)
-        costs.append(elements * short * (2 * long + short) // max(1, long))
+        each = multiplications(*first.shape, chosen_runs(*first.shape, first.numbers))
+        costs.append(each * elements // max(1, math.prod(first.shape)))
     coordinates = [*product(*map(range, sizes))]
     loads, owners = [0] * len(coordinates), {}
     for cost, stack in sorted(zip(costs, plan, strict=True), key=lambda one: -one[0]):

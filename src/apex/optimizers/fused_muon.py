@@ -22,7 +22,7 @@ from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_lists import Scalar, local
 from apex.ops.updates.adam import Adam, adam_
-from apex.ops.updates.muon import Muon, begin_, finish_
+from apex.ops.updates.muon import ALGORITHMS, Muon, begin_, finish_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checks import tensors_of
 from apex.optimizers._launches import GroupGrads, Launch
@@ -100,6 +100,9 @@ class FusedMuon(FusedOptimizer):
         betas: Of Adam.
         iteration_dtype: ``torch.bfloat16``, or ``torch.float32`` for products in float32 (float64
             for float64 parameters).
+        ns_algorithm: ``"standard_newton_schulz"``, or ``"gram_newton_schulz"`` for iterations of
+            Gram matrices where that takes fewer multiplications: with the numbers above if the long
+            side is over 1.5 times the short one. It rounds differently. No GPU has timed it.
 
     Raises:
         ValueError: As in the base; a number out of range, or a parameter that has no matrices and
@@ -122,6 +125,7 @@ class FusedMuon(FusedOptimizer):
     adam_w_mode, bias_correction, eps_inside_sqrt = True, True, False
     is_matrix: Rule | None = None
     iteration_dtype = torch.bfloat16
+    ns_algorithm = "standard_newton_schulz"
     adam_lr: float | torch.Tensor | None = None
     adam_weight_decay: float | torch.Tensor | None = None
     adam_eps = 1e-8
@@ -147,6 +151,7 @@ class FusedMuon(FusedOptimizer):
         adam_eps: float = 1e-8,
         betas: tuple[float, float] = (0.9, 0.95),
         iteration_dtype: torch.dtype = torch.bfloat16,
+        ns_algorithm: str = "standard_newton_schulz",
         set_grad_none: bool = True,
         storage: str = "plain",
         state: str = "plain",
@@ -156,12 +161,18 @@ class FusedMuon(FusedOptimizer):
                 f"FusedMuon: iteration_dtype was {iteration_dtype}; allowed are torch.bfloat16 and "
                 "torch.float32."
             )
+        if ns_algorithm not in ALGORITHMS:
+            allowed = " and ".join(map(repr, ALGORITHMS))
+            raise ValueError(
+                f"FusedMuon: ns_algorithm was {ns_algorithm!r}; allowed are {allowed}."
+            )
         if is_matrix is not None and not callable(is_matrix):
             raise TypeError(
                 f"FusedMuon: is_matrix was {is_matrix!r}; pass a function of a name (or None) and "
                 "a parameter."
             )
         self.is_matrix, self.iteration_dtype = is_matrix, iteration_dtype
+        self.ns_algorithm = ns_algorithm
         self.adam_lr, self.adam_weight_decay = adam_lr, adam_weight_decay
         self.adam_eps = adam_eps
         defaults = {

@@ -2,12 +2,13 @@
 
 import torch
 
-from apex.ops.losses.linear_cross_entropy import Reduction, linear_cross_entropy
+from apex.ops.losses.linear_cross_entropy import AccPolicy, Reduction, linear_cross_entropy
 from apex.ops.norms._scripted import left_to_python
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
 _MEAN: Reduction = "mean"
+_BALANCED: AccPolicy = "balanced"
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -29,6 +30,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     reduction = _MEAN  # not annotated in the class: TorchScript knows no Literal
     ignore_index, label_smoothing = -100, 0.0
     chunk_size: int | None = None
+    acc_policy = _BALANCED
+    acc_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -42,6 +45,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         chunk_size: int | None = None,
+        acc_policy: AccPolicy = "balanced",
+        acc_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(
@@ -51,6 +56,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.chunk_size = chunk_size
+        self.acc_policy, self.acc_dtype = acc_policy, acc_dtype
 
     @left_to_python
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -64,11 +70,16 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             label_smoothing=self.label_smoothing,
             reduction=self.reduction,
             chunk_size=self.chunk_size,
+            acc_policy=self.acc_policy,
+            acc_dtype=self.acc_dtype,
         )
 
     def extra_repr(self) -> str:
         """Show the options in ``print(model)``."""
-        return (
+        shown = (
             f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
             f"label_smoothing={self.label_smoothing}, chunk_size={self.chunk_size}"
         )
+        if self.acc_policy != "balanced":
+            shown += f", acc_policy={self.acc_policy!r}, acc_dtype={self.acc_dtype}"
+        return shown

@@ -17,14 +17,20 @@ When that happens is decided by what is known when:
   keeps small gradients from becoming 0. There the backward makes the logits once more: four
   products.
 
+``acc_policy="compact"`` needs an eighth of the logits beyond inputs and gradients. Rows at a time
+are fewer; products of pieces add up in the gradient of ``weight`` itself; and the backward
+multiplies the gradients that the forward left in place, and gives them away. A second backward over
+the same graph makes them again.
+
 Products are PyTorch's, in the inputs' dtype. Logits are rounded to it, as those of a plain program;
-gradients of ``weight`` and ``bias`` add up in float32. Losses are float32. float64, transforms and
-gradients of gradients take the definition, with all logits in memory.
+gradients of ``weight`` and ``bias`` add up in float32, but for the above. Losses are float32.
+float64, transforms and gradients of gradients take the definition, with all logits in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -38,8 +44,9 @@ from apex.ops._op import op
 from apex.ops.layers import dense
 from apex.ops.losses import cross_entropy as rows_op
 
-REDUCTIONS = ("none", "mean", "sum")
+REDUCTIONS, POLICIES = ("none", "mean", "sum"), ("balanced", "compact")
 Reduction = Literal["none", "mean", "sum"]
+AccPolicy = Literal["balanced", "compact"]
 
 # Rows of a piece: whole tiles of a GPU's products, and at least FEWEST. Each piece reads and writes
 # the weight's gradient in float32: at 1,024 rows those are 256 operations a byte, about what an
@@ -86,15 +93,25 @@ def chunk_rows(rows: int, classes: int) -> int:
     return max(TILE, min(wanted, HUGE // classes) // TILE * TILE)
 
 
+def compact_rows(rows: int, classes: int) -> int:
+    """The same for ``"compact"``: less than an eighth, in whole tiles.
+
+    With 4,096 rows 384. A product that adds to a 16-bit gradient of the weight has 192 operations
+    for each byte then: three quarters of what :data:`FEWEST` has in float32 (derived).
+    """
+    return max(TILE, min(chunk_rows(rows, classes), (rows - 1) // SHARE // TILE * TILE))
+
+
 def _pieces(
-    x: torch.Tensor, weight: torch.Tensor, bias: Optional, chunk_size: int
+    x: torch.Tensor, weight: torch.Tensor, bias: Optional, chunk_size: int, compact: bool
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Slices of rows and their logits, which the next slice's overwrite.
 
     Functions with ``out`` and in-place ones are left alone by autocast, so none is cast twice.
     """
     rows, classes = len(x), len(weight)
-    height = min(rows, chunk_size or chunk_rows(rows, classes))
+    usual = compact_rows if compact else chunk_rows
+    height = min(rows, chunk_size or usual(rows, classes))
     buffer = x.new_empty(height, classes)
     for start in range(0, rows, max(1, height)):
         here = slice(start, min(rows, start + height))
@@ -111,6 +128,7 @@ def _pieces(
 def _allocate(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
     ignore_index: int, reduction: str, chunk_size: int, wanted: Sequence[bool],
+    acc_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Loss, ``lse`` and gradients, to be rounded; those that nobody wants have no element."""
     lse, to = x.new_empty(x.shape[:1], dtype=wide(x)), wide(weight)
@@ -118,7 +136,7 @@ def _allocate(
         torch.empty_like(lse) if reduction == "none" else lse.new_empty(()),
         lse,
         x.new_empty(x.shape if wanted[0] else (0,)),
-        weight.new_empty(weight.shape if wanted[1] else (0,), dtype=to),
+        weight.new_empty(weight.shape if wanted[1] else (0,), dtype=acc_dtype or to),
         weight.new_empty(weight.shape[:1] if wanted[2] else (0,), dtype=to),
     )
 
@@ -126,19 +144,19 @@ def _allocate(
 def _computed(
     needs: Sequence[bool], *, x: torch.Tensor, weight: torch.Tensor, bias: Optional,
     targets: torch.Tensor, smoothing: float, ignore_index: int, chunk_size: int,
-    dy: Optional = None, lse: Optional = None,
+    acc_dtype: torch.dtype | None, dy: Optional = None, lse: Optional = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Losses and ``lse``, unless that is given, and gradients, if there is one number ``dy`` a row.
 
     Gradients of weight and bias are to be rounded.
     """
     losses, new_lse, dx, dweight, dbias = _allocate(
-        x, weight, bias, targets, smoothing, ignore_index, "none", chunk_size, needs
+        x, weight, bias, targets, smoothing, ignore_index, "none", chunk_size, needs, acc_dtype
     )
     dweight.zero_()
     dbias.zero_()
     loss = rows_op.OP.implementation(x)
-    for rows, logits in _pieces(x, weight, bias, chunk_size):
+    for rows, logits in _pieces(x, weight, bias, chunk_size, acc_dtype is not None):
         given: Any = {"logits": logits, "labels": targets[rows], "smoothing": smoothing}
         given["padding_idx"] = ignore_index
         if lse is None:
@@ -159,6 +177,7 @@ def _computed(
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: Optional, targets: torch.Tensor, smoothing: float,
     ignore_index: int, reduction: str, chunk_size: int, wanted: Sequence[bool],
+    acc_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dy = None
     if reduction != "none":
@@ -168,31 +187,53 @@ def _forward(
         dy = factor.expand(len(x))
     losses, *others = _computed(
         wanted, x=x, weight=weight, bias=bias, targets=targets, smoothing=smoothing,
-        ignore_index=ignore_index, chunk_size=chunk_size, dy=dy,
+        ignore_index=ignore_index, chunk_size=chunk_size, acc_dtype=acc_dtype, dy=dy,
     )  # fmt: skip
     # Not losses.sum() * factor, which is not always what evaluation gives.
     return _reduced(losses, targets, ignore_index, reduction), *others
 
 
 def _backward(
-    dy: torch.Tensor, needs: Sequence[bool], *, x: torch.Tensor, reduction: str, dx: torch.Tensor,
-    dweight: torch.Tensor, dbias: torch.Tensor, wanted: Sequence[bool], **rest: Any,
+    dy: torch.Tensor, needs: Sequence[bool], *, reduction: str, wanted: Sequence[bool],
+    dx: torch.Tensor, dweight: torch.Tensor, dbias: torch.Tensor, in_place: bool = False,
+    **rest: Any,
 ) -> list[Optional]:  # fmt: skip
-    def scaled(found: torch.Tensor) -> torch.Tensor:
-        # In one dimension: a 0-dim factor would be rounded to 16 bits. No copy in float32.
-        return torch.mul(found, dy.reshape(1), out=torch.empty_like(found, dtype=x.dtype))
-
+    dtype = rest["x"].dtype
     if reduction == "none":
-        found = [t.to(x.dtype) for t in _computed(needs, x=x, dy=dy, **rest)[2:]]
+        found = [t.to(dtype) for t in _computed(needs, dy=dy, **rest)[2:]]
     else:
-        each = zip((dx, dweight, dbias), needs, strict=True)
-        found = [scaled(t) if need else t for t, need in each]
+        found = [dx, dweight, dbias]
+        shapes = (rest["x"].shape, rest["weight"].shape, rest["weight"].shape[:1])
+        kept = zip(found, shapes, needs, strict=True)
+        if any(need and t.shape != shape for t, shape, need in kept):  # given away
+            again = {key: t for key, t in rest.items() if key != "lse"}
+            found = [*_forward(**again, reduction=reduction, wanted=needs)[2:]]
+        # In one dimension: a 0-dim factor would be rounded to 16 bits.
+        scale, factor = _scaled_in_place if in_place else _scaled, dy.reshape(1)
+        each = zip(found, needs, strict=True)
+        found = [scale(t, factor, dtype) if need else t for t, need in each]
     return [t if need else None for t, need in zip(found, needs, strict=True)]
+
+
+def _scaled(kept: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply without a copy in float32."""
+    return torch.mul(kept, factor, out=torch.empty_like(kept, dtype=dtype))
+
+
+def _scaled_in_place(kept: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same without a second gradient. ``kept`` has no element then, and autograd no copy."""
+    if kept.dtype != dtype:
+        return _scaled(kept, factor, dtype)
+    given, kept.data = kept.data, kept.new_empty(0)  # `.data`: not a new version of what is saved
+    # A CPU multiplies in float32, in a copy.
+    for part in torch.split(given, dense.SLICE) if given.is_cpu else [given]:
+        part.mul_(factor)
+    return given
 
 
 OP = op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, float smoothing, "
-    "int ignore_index, str reduction, int chunk_size, bool[] wanted)"
+    "int ignore_index, str reduction, int chunk_size, bool[] wanted, ScalarType? acc_dtype)"
     " -> (Tensor loss, Tensor lse, Tensor dx, Tensor dweight, Tensor dbias)",
     reference,
     grads=("x", "weight", "bias"),
@@ -200,6 +241,8 @@ OP = op(
     pieces=SimpleNamespace(forward=_forward, backward=_backward),
     autocast="half",
 )
+# For eager calls: an operator must not write to its arguments.
+COMPACT = SimpleNamespace(forward=_forward, backward=partial(_backward, in_place=True))
 
 
 def linear_cross_entropy(
@@ -212,6 +255,8 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     chunk_size: int | None = None,
+    acc_policy: AccPolicy = "balanced",
+    acc_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)`` in pieces.
 
@@ -231,6 +276,12 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the rows that count (nan if none does), ``"sum"``, or ``"none"``.
         chunk_size: Rows at a time; by default an eighth of them, but at least 1,024, in whole tiles
             of 128 rows and at most 2**28 logits (512 MiB in 16 bits).
+        acc_policy: ``"balanced"``, or ``"compact"`` to need at most an eighth of the logits'
+            memory, beyond gradients, from 1,025 rows on: less than an eighth of the rows at a time
+            by default, and no other copy of the gradients. No GPU has timed it.
+        acc_dtype: In what the gradient of ``weight`` adds up over the pieces of ``"compact"``: its
+            own dtype, the default, which rounds it once for each piece; or ``torch.float32``, which
+            takes another copy of 16-bit weights. ``"balanced"`` adds up in float32.
 
     Returns:
         0-dim, or ``(...)`` for ``"none"``; float32, or float64 for float64 input.
@@ -247,15 +298,18 @@ def linear_cross_entropy(
         tensor(1.3863)
     """
     smoothing, ignore_index = float(label_smoothing), int(ignore_index)
-    _check_options(smoothing, reduction, chunk_size)
+    _check_options(smoothing, reduction, chunk_size, acc_policy, acc_dtype)
     _check_tensors(input, weight, targets, bias)
     x, weight, bias = OP.cast(input, weight, bias)
+    if acc_policy == "compact":
+        acc_dtype = _checked_acc_dtype(acc_dtype, weight)
     shape, targets = targets.shape, targets.long()  # a narrower dtype would wrap ignore_index
     if x.dim() != 2:
         x, targets = x.flatten(0, -2) if x.dim() > 1 else x[None], targets.reshape(-1)
     args = (x, weight, bias, targets, smoothing, ignore_index)
     plain = _runtime.forced() == "reference" or _runtime.transformed()
-    if not plain and chunk_size is None and not torch.compiler.is_compiling():  # a guard there
+    plain_if_small = chunk_size is None and acc_dtype is None
+    if not plain and plain_if_small and not torch.compiler.is_compiling():  # a guard there
         plain = x.shape[0] * weight.shape[0] <= LEAST
     wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
     known = reduction != "none" and x.dtype != torch.float16  # all but one factor of gradients
@@ -265,9 +319,9 @@ def linear_cross_entropy(
             with _runtime.without_autocast(x.device.type):
                 loss = reference(*args, reduction)
         elif known:
-            loss = OP(*args, reduction, chunk_size or 0, wanted)
+            loss = _called(*args, reduction, chunk_size or 0, wanted, acc_dtype)
         else:
-            losses = OP(*args, "none", chunk_size or 0, [False] * 3)
+            losses = OP(*args, "none", chunk_size or 0, [False] * 3, acc_dtype)
             loss = _reduced(losses, targets, ignore_index, reduction)
     except IndexError:  # PyTorch's says neither which row nor what is allowed
         rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
@@ -275,10 +329,32 @@ def linear_cross_entropy(
     return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
+def _called(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The operation; for ``"compact"`` with a backward in place where nothing is recorded."""
+    if args[-1] is not None:
+        with _runtime.without_autocast(x.device.type):
+            if OP.choose(x) is OP.pieces and OP._are_plain((x, *args)):
+                return OP.compute(*OP._split((x, *args), COMPACT))
+    return OP(x, *args)
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def _check_options(smoothing: float, reduction: str, chunk_size: int | None) -> None:
+def _checked_acc_dtype(acc_dtype: torch.dtype | None, weight: torch.Tensor) -> torch.dtype:
+    allowed = {weight.dtype: 0, wide(weight): 0}  # in this order
+    if acc_dtype is not None and acc_dtype not in allowed:
+        raise ArgumentError(
+            f"linear_cross_entropy: acc_dtype is {acc_dtype}; allowed for a weight of "
+            f"{weight.dtype} are {', '.join(map(str, allowed))}, or None for the first."
+        )
+    return acc_dtype or weight.dtype
+
+
+def _check_options(
+    smoothing: float, reduction: str, chunk_size: int | None, acc_policy: str,
+    acc_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
     said = None
     if reduction not in REDUCTIONS:
         said = f"reduction is {reduction!r}; allowed are {', '.join(REDUCTIONS)}."
@@ -286,6 +362,10 @@ def _check_options(smoothing: float, reduction: str, chunk_size: int | None) -> 
         said = f"label_smoothing is {smoothing}; allowed is 0 to 1."
     elif chunk_size is not None and (isinstance(chunk_size, float) or chunk_size < 1):
         said = f"chunk_size is {chunk_size!r}; pass at least 1 row, or None."
+    elif acc_policy not in POLICIES:
+        said = f"acc_policy is {acc_policy!r}; allowed are {', '.join(POLICIES)}."
+    elif acc_dtype is not None and acc_policy != "compact":
+        said = f"acc_dtype is {acc_dtype}; it goes with acc_policy='compact'. Pass None, or that."
     if said:
         raise ArgumentError(f"linear_cross_entropy: {said}")
 

@@ -49,6 +49,9 @@ def move(values: Values, s: MoveScalars) -> Values:
     return param - (s.decay * param + s.rate * update), update
 
 
+# As the package gram-newton-schulz calls them.
+ALGORITHMS = ("standard_newton_schulz", "gram_newton_schulz")
+
 AVERAGE = Update(average, "muon:muon_average", AverageScalars)
 MOVE = Update(move, "muon:muon_move", MoveScalars)
 
@@ -67,12 +70,13 @@ class Muon:
     adjust_lr_fn: str | None
     flatten: bool
     iteration_dtype: torch.dtype = torch.bfloat16
+    ns_algorithm: str = ALGORITHMS[0]
 
     @property
     def iteration(self) -> Iteration:
         """The numbers of Newton-Schulz."""
         a, b, c = self.ns_coefficients
-        return Iteration((a, b, c), self.eps, self.ns_steps)
+        return Iteration((a, b, c), self.eps, self.ns_steps, self.ns_algorithm == ALGORITHMS[1])
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the direction, and of the products, for a parameter of ``dtype``."""

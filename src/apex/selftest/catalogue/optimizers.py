@@ -395,6 +395,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         (
             Variant(dtypes=EVERY, every_test=True),
             Variant("match_rms_adamw", {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}),
+            Variant("gram_newton_schulz", {"ns_algorithm": "gram_newton_schulz"}),
             *(
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
