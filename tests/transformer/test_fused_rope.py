@@ -321,7 +321,7 @@ def test_a_program_holds_few_elements_of_channels_that_are_only_copied():
     """1024 heads of 4096 channels are 4 million elements; Triton takes one million."""
     kernels = pytest.importorskip("apex.kernels.rotary")
     for channels, half, heads in ((4096, 1, 1024), (128, 8, 64), (96, 32, 64)):
-        _, _, height, lanes, rest, warps = kernels._tiles(channels, half, heads)
+        _, _, height, lanes, rest, warps = kernels._tiles(channels, half, heads, torch.float32)
         held = height * max(2 * lanes, rest)
         assert held <= max(2 * kernels.TILE, channels)
         assert held <= 2 * warps * kernels.WARP
