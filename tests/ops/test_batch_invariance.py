@@ -357,6 +357,6 @@ def test_a_device_without_kernels_is_refused(monkeypatch):
 def test_the_page_names_what_is_covered():
     with apex.ops.batch_invariant():
         assert all(op.by_row is not None for op in OPS)
-    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    page = (ROOT / "docs" / "which-kernel.md").read_text("utf-8")
     for op in OPS:
         assert f"`{op.name}`" in page

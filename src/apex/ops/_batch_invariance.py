@@ -26,7 +26,7 @@ class batch_invariant:  # lower case, like torch.set_grad_enabled: used as a fun
     The number of rows, the place of the row among them and the strides of the batch change neither
     the row of the output nor the row of the input's gradient, in layer norm, RMS norm, softmax
     (masked, causal, generic), cross-entropy, rotary embeddings and SwiGLU. Gradients of weights are
-    sums over the batch, and products and attention are PyTorch's: docs/performance.md says what
+    sums over the batch, and products and attention are PyTorch's: docs/which-kernel.md says what
     else is not covered.
 
     It holds for the whole process from the call on, as threads of autograd run forwards again in
