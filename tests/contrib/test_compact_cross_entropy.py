@@ -85,19 +85,6 @@ def test_strided_inputs_and_leading_dimensions():
     torch.testing.assert_close(cube, loss)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_row_that_counts(reduction):
-    for rows in (0, 5):
-        x, weight, bias, targets = _drawn(5, 4, 6, BFLOAT16)
-        x, targets = x[:rows], targets[:rows].fill_(IGNORED)
-        loss = compact(
-            x, weight, targets, bias, ignore_index=IGNORED, reduction=reduction, chunk_size=2
-        )
-        assert loss.isnan().any() == (reduction == "mean")
-        for found in torch.autograd.grad(loss.sum(), (x, weight, bias)):
-            assert not found.any()
-
-
 def test_a_target_out_of_range():
     x, weight, _, targets = _drawn(5, 4, 6, FLOAT)
     targets[3] = 6

@@ -102,15 +102,15 @@ def test_leading_dimensions():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_no_row_that_counts(reduction, dtype):
+@pytest.mark.parametrize("policy", ["balanced", "compact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_no_row_that_counts(reduction, dtype, policy):
     """The mean is nan, as torch's; no gradient is."""
     for rows in (0, 5):
         x, weight, bias, targets = _data(5, 4, 6, dtype)
         x, targets = x[:rows], targets[:rows].fill_(IGNORED)
-        loss = linear_cross_entropy(
-            x, weight, targets, bias, ignore_index=IGNORED, reduction=reduction, chunk_size=2
-        )
+        options = {"ignore_index": IGNORED, "chunk_size": 2, "acc_policy": policy}
+        loss = linear_cross_entropy(x, weight, targets, bias, reduction=reduction, **options)
         assert loss.isnan().any() == (reduction == "mean")
         for found in torch.autograd.grad(loss.sum(), (x, weight, bias)):
             assert not found.any()

@@ -106,6 +106,8 @@ class Family:
     def launch_lists(self, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
         """Launch where arguments are tensors and tuples of tensors and floats.
 
+        Its end is that of :meth:`launch`, since a function in common is a frame of each launch.
+
         Args:
             grid: Numbers of programs.
             arguments: All that come before the constants; the first is a tensor.
