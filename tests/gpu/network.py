@@ -1,6 +1,7 @@
 """A small network in which every kernel of the library runs, and some steps of its training."""
 
 import torch
+from amp_C import multi_tensor_l2norm
 from torch import nn
 
 from apex import amp
@@ -54,7 +55,7 @@ class Network(nn.Module):
 
 
 def losses(level):
-    """The losses of some steps at a level, with ``fused_step`` and clipping."""
+    """The losses and logits' norms of some steps at a level, with ``fused_step`` and clipping."""
     torch.manual_seed(0)
     model = Network()
     images, index = torch.randn(BATCH, FEATURES, 2, 4), torch.randperm(BATCH * LENGTH)
@@ -64,7 +65,7 @@ def losses(level):
         model, optimizer = amp.initialize(
             model, optimizer, opt_level=level, verbosity=0, fused_step=True
         )
-        found = []
+        found, flag = [], torch.zeros(1, dtype=torch.int32)
         for _ in range(STEPS):
             logits = model(images, index).reshape(-1, CLASSES)
             entropy = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.1, -1).mean()
@@ -76,7 +77,8 @@ def losses(level):
                 scaled.backward()
             amp.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
-            found.append(loss.item())
+            norm, _ = multi_tensor_l2norm(65536, flag, [[logits.detach().float()]], False)
+            found += [loss.item(), norm.item()]
         return found
     finally:
         amp.reset()

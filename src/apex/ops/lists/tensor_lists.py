@@ -239,15 +239,19 @@ def as_vector(column: TensorList) -> torch.Tensor:
     it is a copy.
     """
     first, (addresses,) = column[0], addresses_of([column])
-    if _follow_each_other(addresses, first.element_size()):
+    # Dynamo warns of a function that remembers.
+    are_adjacent = _are_adjacent if torch.compiler.is_compiling() else _known_adjacent
+    if are_adjacent(addresses, first.element_size()):
         return first.as_strided((len(column),), (1,))
     return torch.stack(list(column))
 
 
-@functools.lru_cache(maxsize=64)
-def _follow_each_other(addresses: tuple[int, ...], size: int) -> bool:
-    """Whether elements of that size begin at these addresses without gaps; remembered."""
+def _are_adjacent(addresses: tuple[int, ...], size: int) -> bool:
+    """Whether elements of that size begin at these addresses without gaps."""
     return addresses == (*range(addresses[0], addresses[0] + len(addresses) * size, size),)
+
+
+_known_adjacent = functools.lru_cache(maxsize=64)(_are_adjacent)  # a pass less at each step
 
 
 def joined(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
