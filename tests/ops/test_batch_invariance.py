@@ -360,3 +360,32 @@ def test_the_page_names_what_is_covered():
     page = (ROOT / "docs" / "which-kernel.md").read_text("utf-8")
     for op in OPS:
         assert f"`{op.name}`" in page
+
+
+@pytest.mark.parametrize("columns", [5, 8, 12])
+def test_a_padded_mask_has_strides_for_one_kernel_only(columns):
+    """Twice a stride is 0 or a multiple of 16, whichever dimensions are shared; values stay."""
+    pytest.importorskip("triton")
+    from apex.kernels.scaled_softmax import _readable
+
+    drawn = torch.rand(4, 3, 7, columns, dtype=torch.float32, device="cpu") < 0.5
+    for mask in (drawn, drawn[:1], drawn[:, :1], drawn[:, :, :1], drawn[:1, :1]):
+        found, strides = _readable(mask, columns, padded=True)
+        assert torch.equal(found, mask.to(torch.uint8))
+        assert [stride % 16 for stride in strides] == [0, 0, 0]
+        assert strides == [
+            0 if n == 1 else 2 * s for n, s in zip(mask.shape[:-1], found.stride(), strict=False)
+        ]
+
+
+def test_kernels_get_tensors_that_begin_at_a_multiple_of_16_bytes():
+    from apex.ops._by_row import _placed
+
+    whole = torch.arange(17.0, dtype=torch.float32, device="cpu")
+    for start in range(5):
+        given = whole[start : start + 8]
+        found = _placed(given)
+        assert torch.equal(found, given)
+        assert found.data_ptr() % 16 == 0
+        assert (found is given) == (given.data_ptr() % 16 == 0)
+    assert _placed(None) is None
