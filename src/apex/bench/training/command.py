@@ -252,7 +252,7 @@ def _described(
     optimizer = args.optimizer or task.optimizer
     if optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
-        raise UsageError(f"--task {name}: has optimizer {optimizer!r}; use one of {known}")
+        raise UsageError(f"task {name}: has optimizer {optimizer!r}; use one of {known}")
     if task.epochs < 1 or not (task.lr is None or 0 < task.lr < float("inf")):
         raise UsageError(
             f"--task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
@@ -265,7 +265,7 @@ def _described(
             raise
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
-            raise UsageError(f"--task {name}: loader({size}, 0) raised {raised}") from error
+            raise UsageError(f"task {name}: loader({size}, 0) raised {raised}") from error
         if first is None:
             raise UsageError(f"--batch {size}: {name} has fewer samples")
     own = task.lr if optimizer == task.optimizer else None
