@@ -200,6 +200,28 @@ def test_gradients_that_the_program_gives_or_clears(function, before, replays, l
     assert replays is None or step.replays == replays
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("odd", [(), (7, 8), (6, 8, 12)])
+@pytest.mark.parametrize("function", [never_clears, clears_last])
+def test_a_skipped_steps_gradients_are_dropped(function, odd, level):
+    """Of a replay and of a call without the graph (``odd``), in the next call of either kind."""
+
+    def call(program, step, number):
+        if number % 5 == 0:
+            program.optimizer.zero_grad()
+        x = batch(number + 20, overflows=False)[: 4 if number in odd else 6]
+        if number in (6, 7, 11, 12):
+            x[0, 0] = float("inf")
+        return step(x)
+
+    def work(program):
+        return functools.partial(function, program)
+
+    single, replayed, step = both_ways(work, call, level=level, steps=16)
+    assert equal(single, replayed)
+    assert step.replays > 2
+
+
 def test_two_steps_of_one_model():
     """As a generator and a discriminator have: each leaves gradients that the other clears."""
     found = []

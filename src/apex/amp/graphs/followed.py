@@ -24,6 +24,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from apex.amp.gradients import captures
+from apex.amp.gradients.ledger import Pass
+from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import addresses
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.training import Training
@@ -139,6 +141,36 @@ class Rate:
             self._seen = id(rate), rate._version
 
 
+class Skipped:
+    """Whether the step before was skipped, in a tensor on the device: there the graph reads it.
+
+    A graph drops what a skipped step has left (:mod:`apex.amp.gradients.left`) by the flags of the
+    step before the capture. Those of the step before a replay are brought there.
+    """
+
+    def __init__(self, state: OptimizerState) -> None:
+        self._ledger = state.ledger
+        self._flag = flag = torch.zeros((), device=state.params.targets[0].device)
+        scaler, ledgers = state.training.loss_scalers[0], [self._ledger]
+        before = Pass(scaler, 0, ledgers, flag, found_inf=flag, counted=flag - 1)
+        self._left = Left([before])
+
+    def follow(self) -> None:
+        """Bring the flags of a step without the graph there; the graph's are the next ones."""
+        if self._ledger.left is not self._left:
+            self._write(self._ledger.left)
+            self._ledger.left = self._left
+
+    def note(self) -> None:
+        """Bring the flags of the step that is captured there: a part of the graph."""
+        self._left = self._ledger.left
+        self._write(self._left)
+
+    def _write(self, left: Left) -> None:
+        flags = [one.found_inf.to(self._flag.device, non_blocking=True) for one in left.passes]
+        self._flag.copy_(torch.stack(flags).amax()) if flags else self._flag.zero_()
+
+
 class Followed:
     """What the graph of a function depends on, of the ``optimizers`` that the function steps.
 
@@ -155,6 +187,7 @@ class Followed:
         both = zip(self.optimizers, self.states, strict=True)
         self._groups = [(g, s) for one, s in both for g in one.param_groups if g["params"]]
         self.rates = [Rate(group) for group, state in self._groups if _reads_tensor(group, state)]
+        self._skipped = [Skipped(state) for state in self.states if state.training.is_dynamic()]
         scalers = [scaler for one in self._trainings for scaler in one.loss_scalers]
         self._numbers = Numbers(self.optimizers, [rate.group for rate in self.rates], scalers)
         self._modes = list(map(vars, modules_of(self._trainings)))
@@ -270,6 +303,16 @@ class Followed:
         """What a call without the graph has replaced, if anything."""
         self._left = self._gradients()
         return self._replaced()
+
+    def follow_skipped(self) -> None:
+        """Let the graph, which is captured or replayed next, know whether the last step counted."""
+        for one in self._skipped:
+            one.follow()
+
+    def note_skipped(self) -> None:
+        """Note it of the step that is captured, for the next replay."""
+        for one in self._skipped:
+            one.note()
 
     # -- the capture -------------------------------------------------------------------------------
 
