@@ -255,7 +255,7 @@ def _described(
         raise UsageError(f"task {name}: has optimizer {optimizer!r}; use one of {known}")
     if task.epochs < 1 or not (task.lr is None or 0 < task.lr < float("inf")):
         raise UsageError(
-            f"--task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
+            f"task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
             "lr above 0, or None, are needed"
         )
     for size in batches:
