@@ -619,6 +619,10 @@ def test_no_answer_for_the_seeds_says_what_left_them_out():
     assert marks(of) == [said]
     why = "; that took 12 s, as the first steps of all levels do not fit into the budget"
     assert marks(dataclasses.replace(of, seconds=12.0)) == [said + why]
+    short = without(level("O4", FAST)[0], **SHORT)  # a turn of 4 steps and none in a second round
+    of = of_runs(level("O0")[0], short, left_out=4, budget_s=9.0)
+    said = "the time budget cut the trainings to"
+    assert answers(of, verdicts(of))[0].startswith(f"No answer: {said}")
     cells = [cell(name, seed=seed) for seed in range(3) for name in ("O0", "O4")]
     of = made.report(cells, two)
     assert answers(of, verdicts(of)) == [
