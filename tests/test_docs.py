@@ -122,6 +122,38 @@ def test_the_change_that_readme_shows_is_a_program_before_and_after(lines):
     assert half == ("amp.scale_loss(" in program) == (lines == " +")
 
 
+# --- old lines and their errors ------------------------------------------------------------------
+
+OLD = {  # what a row of from-apex.md quotes as the error -> the old line
+    "No module named 'torch._six'": "from torch._six import inf",
+    "invalid index of a 0-dim tensor": "x.sum().data[0]",
+    "Weights only load failed": "torch.save(layer, 'layer.pt'); torch.load('layer.pt')",
+    "Subtraction": "1 - (x > 0)",
+    "only supports boolean masks": "x.masked_scatter((x > 0).byte(), x)",
+    "expected BoolTensor": "x.masked_select((x > 0).byte())",
+    "cannot import name 'Sequence'": "from collections import Sequence",
+    "unexpected keyword argument": "lr_scheduler.ReduceLROnPlateau(optimizer, verbose=True)",
+    "unsupported ScalarType BFloat16": "x.bfloat16().numpy()",
+    "mat1 and mat2 must have the same dtype": "layer.half()(x)",
+    "expected m1 and m2 to have the same dtype": "torch.mm(x, x.t().half())",
+}
+
+
+@pytest.mark.parametrize("error", OLD)
+def test_an_old_line_raises_what_its_row_says(error, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "from-apex.md").read_text()
+    assert re.search(rf"^\| .*`[^`]*{re.escape(error)}[^`]*`.* \| .* \|$", page, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    layer = torch.nn.Linear(3, 3, device="cpu", dtype=torch.float32)
+    given = {
+        "torch": torch, "layer": layer, "lr_scheduler": torch.optim.lr_scheduler,
+        "x": torch.ones(2, 3, device="cpu", dtype=torch.float32),
+        "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1),
+    }  # fmt: skip
+    with pytest.raises(Exception, match=re.escape(error)):
+        exec(OLD[error], given)
+
+
 # --- where numbers come from ---------------------------------------------------------------------
 
 RESULTS = ROOT / "benchmarks" / "results"
