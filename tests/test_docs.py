@@ -100,6 +100,25 @@ def test_the_site_begins_with_the_first_page_of_readme():
     assert after.startswith("\n\n## ")
 
 
+WIDEST = 100  # characters of code beside both side bars, in a window of 1280 pixels
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_of_code_is_cut_by_the_site(page):
+    """Measured in Chromium. In narrow windows lines wrap (``docs/_static/code.css``)."""
+    fenced = re.compile(r"^( *)```(.*?\n.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    indented = re.compile(r"(?<=\n\n)(?=( {4}))((?: {4}.*\n)+)")
+    text = page.read_text()
+    blocks = [*fenced.findall(text), *indented.findall(fenced.sub("", text))]
+    lines = [
+        line.removeprefix(by)
+        for by, block in blocks
+        if block[0] != "{"
+        for line in block.splitlines()
+    ]
+    assert [line for line in lines if len(line) > WIDEST] == []
+
+
 @pytest.mark.parametrize("lines", [" -", " +"], ids=["before", "after"])
 def test_the_change_that_readme_shows_is_a_program_before_and_after(lines):
     """The lines with a minus, or those with a plus, and those that stay."""
