@@ -10,6 +10,7 @@ import torch
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+import apex
 from apex import amp
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -139,6 +140,14 @@ def test_the_change_that_readme_shows_is_a_program_before_and_after(lines):
         amp.reset()
     assert not torch.equal(model.weight, weight)
     assert half == ("amp.scale_loss(" in program) == (lines == " +")
+
+
+def test_changelog_and_wheels_on_pages_have_the_version_of_the_package():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (?:\[Unreleased\] |\[)(\d[\w.]*)", changes, re.MULTILINE)
+    assert versions[0] == apex.__version__
+    wheels = [name for page in PAGES for name in re.findall(r"apex-(\d\S+?)-py3", page.read_text())]
+    assert set(wheels) == {apex.__version__}
 
 
 # --- old lines and their errors ------------------------------------------------------------------
