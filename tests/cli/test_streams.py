@@ -1,5 +1,6 @@
 """Standard streams that are closed (``2>&-``), and pipes whose reader has gone (``| head -1``)."""
 
+import logging
 import os
 import pathlib
 import re
@@ -8,9 +9,13 @@ import sys
 import types
 
 import pytest
+import torch
 
+from apex import amp
 from apex.cli import command_line as cli
 from apex.cli import streams, tables
+from apex.contrib.sparsity._pruned import PrunedModel
+from apex.parallel import multiproc
 
 ROOT = pathlib.Path(__file__).parents[2]
 CLOSED = """
@@ -118,6 +123,19 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(hello, monkeypatch, nam
     assert cli.main(words) == cli.BROKEN_PIPE
     for stream in opened:
         stream.close()  # flushes: BrokenPipeError, if it still led to the pipe
+
+
+def test_what_a_program_imports_speaks_to_closed_streams_without_an_error(monkeypatch):
+    """amp, ASP and multiproc write lines as Apex did; Python's `print` passes over None, too."""
+    for name in ("apex.amp", "apex.sparsity"):  # as without pytest's handlers
+        monkeypatch.setattr(logging.getLogger(name), "hasHandlers", lambda: False)
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    model = torch.nn.Linear(4, 4, device="cpu", dtype=torch.float32)
+    amp.initialize(model, opt_level="O2", verbosity=1)
+    amp.reset()
+    PrunedModel(model, torch.ones_like, verbosity=3, permute=False).log("line", 2)
+    multiproc._say("line")
 
 
 @pytest.mark.skipif(not (ROOT / "tools").exists(), reason="not in a checkout")
