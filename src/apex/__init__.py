@@ -34,7 +34,7 @@ __all__ = [
     "patch",
 ]
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"
 
 _PARTS = (
     "RNN",
