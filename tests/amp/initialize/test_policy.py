@@ -99,6 +99,23 @@ def test_a_product_beyond_float16_is_finite_where_it_is_named():
     torch.testing.assert_close(model(x).float(), exact, rtol=POLICY_AT_O1, atol=POLICY_AT_O1)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_traced_model_follows_it_where_autocast_is_off(level):
+    """TorchScript casts every product once more where autocast is on, as it is after O1 and O4.
+
+    The casts of the level are in the graph; those of a named module's products it lacks.
+    """
+    model, _ = made(level, Net(), policy(LEVELS[level], b="float32"))
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    exact = model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        traced, other = (torch.jit.trace(model, x, check_trace=False) for _ in "12")
+    with torch.autocast("cpu", enabled=False):
+        assert torch.equal(traced(x), exact)
+    assert torch.equal(other(x), exact) == (level in ("O2", "O5"))
+
+
 @pytest.mark.slow
 def test_a_compiled_model_follows_it():
     torch._dynamo.reset()
