@@ -123,7 +123,7 @@ class Rounding:
         return rounded(x * scale, dtype).div_(scale)
 
 
-class _Passed(torch.autograd.Function):
+class _Mapped(torch.autograd.Function):
     """Gives on what ``there`` makes of a tensor, and what ``back`` makes of its gradient."""
 
     @staticmethod
@@ -136,7 +136,7 @@ class _Passed(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-passed: Any = _Passed.apply  # torch has no types for it
+mapped: Any = _Mapped.apply  # torch has no types for it
 
 _ATTENTION = "scaled_dot_product_attention"
 _IN_PLACE = {"addbmm_", "addmm_", "addmv_", "baddbmm_"}
@@ -228,13 +228,11 @@ class Products(TorchFunctionMode):
         count: How many products were called.
         others: How often products were called that are not judged, by name.
         loss: Of the pass.
-        sizes: The largest magnitudes of gradients that reached products, where they are noted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.count, self.others, self.loss = 0, Counter[str](), 0.0
-        self.sizes: list[torch.Tensor] = []
 
     def product(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a product, the one with number ``count``."""
@@ -270,9 +268,9 @@ class InFormat(Products):
             return function(*args, **kwargs)
         to, (leaves, spec) = self.rounding, flat(args, kwargs)
         for place in operands(function, leaves, spec):
-            leaves[place] = passed(leaves[place], to.operand, to.operand_gradient)
+            leaves[place] = mapped(leaves[place], to.operand, to.operand_gradient)
         args, kwargs = built(leaves, spec)
         found, spec = tree_flatten(function(*args, **kwargs))
         for place, one in enumerate(found):
-            found[place] = passed(one, to.result, to.result_gradient) if is_floating(one) else one
+            found[place] = mapped(one, to.result, to.result_gradient) if is_floating(one) else one
         return tree_unflatten(found, spec)

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from apex.debug.calls import random_states, set_random_states, version_of
-from apex.debug.tensors import tensors_of
+from apex.debug.calls import random_states, set_random_states
 from apex.debug.what_if.formats import Format, Products, Rounding, largest, nonzero, rounded_
-from apex.debug.what_if.tracing import RESULT, GradientSizes, ProductCall, ProductTrace, Results
+from apex.debug.what_if.tracing import RESULT, ProductCall, ProductTrace, Results
 
 LARGEST, LARGEST_SCALE = torch.finfo(torch.float16).max, 2.0**24  # amp's own limit
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -115,17 +114,15 @@ class Study:
 
     def run(self, after: Callable[[Gradients], None]) -> None:
         """Look at every batch; ``after`` gets the gradients of the parameters of each."""
-        if has_float16 := "float16" in self.scores:  # first its loss scale
+        if "float16" in self.scores:  # first its loss scale
             for number in range(len(self.batches)):
-                sizes = GradientSizes()
-                self._note_gradients(number, sizes, self.passed(number, sizes))
+                self._note_gradients(number, trace := ProductTrace(), self.passed(number, trace))
         roundings, trace = [Rounding(form, self.ranges.scale) for form in self.forms], self.trace
         with trace.on(self.model):
             for number in range(len(self.batches)):
                 gradients = self.passed(number, trace)
                 self._note_outputs()
-                if not has_float16:
-                    trace.sizes = [one for x in trace.pieces for one in x.gradient_sizes()]
+                if "float16" not in self.scores:
                     self._note_gradients(number, trace, gradients)
                 for piece in [one for one in trace.pieces if not one.is_part]:
                     self._judge(number, piece, roundings)
@@ -135,42 +132,43 @@ class Study:
     def passed(self, number: int, context: Products, scale: float = 1.0) -> Gradients:
         """One pass over a batch in a context; the gradients of the parameters times ``scale``."""
         set_random_states(self.random)
-        batch = self.batches[number]
-        with _given_back(batch):
-            with context:
-                loss: Any = self.loss(self.model, batch)
-            is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
-            if not is_one or not loss.requires_grad:
-                shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-                raise TypeError(
-                    f"apex.debug.what_if: loss gave a {type(loss).__name__}{shape}; it must give "
-                    "a tensor of one element that depends on the weights, and nothing else"
-                )
-            context.loss, loss = float(loss.detach()), loss.reshape(()) * scale
-            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        with context:  # a copy: what the loss scales in place would be so in each pass
+            loss: Any = self.loss(
+                self.model, tree_map_only(torch.Tensor, _copy, self.batches[number])
+            )
+        is_tensor = isinstance(loss, torch.Tensor)
+        if not is_tensor or loss.numel() != 1 or not loss.requires_grad:
+            shape = f" of shape {tuple(loss.shape)}" if is_tensor else ""
+            raise TypeError(
+                f"apex.debug.what_if: loss gave a {type(loss).__name__}{shape}; it must give a "
+                "tensor of one element that depends on the weights, and nothing else"
+            )
+        context.loss, loss = float(loss.detach()), loss.reshape(()) * scale
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return [None if one is None else one.to_dense() for one in found]
 
-    def _note_gradients(self, number: int, context: Products, gradients: Gradients) -> None:
+    def _note_gradients(self, number: int, trace: ProductTrace, gradients: Gradients) -> None:
         """Add the loss of a pass, and the sizes of its gradients."""
         both, ranges = zip(self.parameters, gradients, strict=True), self.ranges
         own = {id(weight): float(largest(one)) for weight, one in both if one is not None}
-        numbers = [*map(float, context.sizes), *own.values()]
-        if not math.isfinite(sum(numbers, context.loss)):
+        inside = [float(one) for piece in trace.pieces for one in piece.gradient_sizes()]
+        if not math.isfinite(sum(inside, trace.loss) + sum(own.values())):
             raise ValueError(
                 f"apex.debug.what_if: the loss or a gradient of batch {number} is not finite in "
                 "float32; apex.debug.watch and apex debug SCRIPT find the cause"
             )
         self.reached |= {key for key, size in own.items() if size > 0.0}
-        ranges.loss = max(ranges.loss, abs(context.loss))
-        ranges.gradient = max(ranges.gradient, *numbers, 0.0)
+        ranges.loss = max(ranges.loss, abs(trace.loss))
+        ranges.gradient = max(ranges.gradient, 0.0, *inside, *own.values())
 
     def _note_outputs(self) -> None:
         """Add what modules and their products gave in a pass."""
         self.called &= self.trace.called
-        rows = [(self.ranges.outputs, key, [size]) for key, size in self.trace.outputs]
-        rows += [(self.ranges.products, id(x.owner), x.results) for x in self.trace.pieces]
-        for table, key, found in rows:
-            table[key] = max(table[key], *map(float, found), 0.0)
+        rows = [(self.ranges.outputs, key, size) for key, size in self.trace.outputs]
+        owned = [(id(piece.owner), one) for piece in self.trace.pieces for one in piece.outputs]
+        rows += [(self.ranges.products, key, largest(one)) for key, one in owned]
+        for table, key, size in rows:
+            table[key] = max(table[key], float(size))
 
     def _judge(self, number: int, piece: ProductCall, roundings: Sequence[Rounding]) -> None:
         """Compare a product's results in the formats, and keep the worst."""
@@ -199,16 +197,5 @@ class Study:
             self.ranges.operands[owner] = max(self.ranges.operands[owner], *sizes, 0.0)
 
 
-@contextmanager
-def _given_back(batch: Any) -> Iterator[None]:
-    """Undo what a pass writes into its batch: one scaled in place would be so in each pass.
-
-    After the backward pass, which reads what the forward has left there.
-    """
-    given = [(x, x.detach().clone(), version_of(x)) for x in tensors_of(batch)]
-    try:
-        yield
-    finally:
-        for x, value, version in given:
-            if version_of(x) != version:
-                x.data.copy_(value)
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)

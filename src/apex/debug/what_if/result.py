@@ -15,7 +15,7 @@ from apex.debug.what_if.judging import LARGEST, Study
 from apex.debug.what_if.updates import Updates
 from apex.debug.what_if.verdicts import ENOUGH, LOOK, NOT_DECIDED, NOT_SAFE, SAFE, Layer
 
-# Okabe and Ito's, which colour-blind readers can tell apart; the words are in the legend.
+# Okabe and Ito's, which colour-blind readers can tell apart; each cell has the word too.
 COLOURS = {SAFE: "#56B4E9", LOOK: "#F0E442", NOT_SAFE: "#D55E00", NOT_DECIDED: "#CCCCCC"}
 SHOWN = 4  # names in a sentence
 
@@ -170,24 +170,21 @@ class WhatIf:
         """Draw layers by formats into a PNG, SVG or PDF file; needs matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib")
-        from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
 
-        rows, columns, states = self.layers, self.formats, [*COLOURS]
-        figure = Figure((2.4 + 1.3 * len(columns), 1.4 + 0.26 * len(rows)), layout="constrained")
-        axes, cells = figure.subplots(), [[row.verdicts[form] for form in columns] for row in rows]
-        grid = [[states.index(cell.state) for cell in row] for row in cells]
-        axes.imshow(grid, ListedColormap([*COLOURS.values()]), vmin=0, vmax=3, aspect="auto")
-        for y, row in enumerate(cells):
-            for x, cell in enumerate(row):
-                axes.text(x, y, cell.number, ha="center", va="center", fontsize=8)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), [one.name or one.kind for one in rows])
-        shown = [Patch(color=colour, label=state) for state, colour in COLOURS.items()]
-        figure.legend(handles=shown, loc="outside lower center", ncols=4)
-        figure.suptitle(f"{self.model}: worst cosine to float32", fontsize=9)
-        figure.savefig(path, dpi=150)
+        figure = Figure((4 + 1.5 * len(self.formats), 0.8 + 0.3 * len(self.layers)))
+        axes = figure.subplots()
+        axes.axis("off")
+        axes.set_title(f"{self.model}: worst cosine to float32", fontsize=9)
+        rows = [[one.verdicts[form] for form in self.formats] for one in self.layers]
+        axes.table(
+            [[f"{cell.state} {cell.number}" for cell in row] for row in rows],
+            [[COLOURS[cell.state] for cell in row] for row in rows],
+            rowLabels=[one.name or one.kind for one in self.layers],
+            colLabels=self.formats,
+            loc="center",
+        )
+        figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def _names(layers: Sequence[Layer]) -> str:

@@ -8,7 +8,7 @@ values) are one attention: it runs again as a whole, from the module's inputs to
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,23 +19,11 @@ from torch.utils._pytree import tree_map_only
 from apex.debug import calls
 from apex.debug.tensors import HALVES
 from apex.debug.what_if import formats
-from apex.debug.what_if.formats import (
-    FLOAT32,
-    InFormat,
-    Products,
-    Rounding,
-    built,
-    flat,
-    floating,
-    is_bias,
-    largest,
-    passed,
-    rounded_,
-)
+from apex.debug.what_if.formats import InFormat, Products, Rounding, floating, is_bias, largest
 
 Results = dict[tuple[str, int], torch.Tensor]  # by kind and place
 RESULT, INPUT, WEIGHT = "result", "input gradient", "weight gradient"
-EXACT = Rounding(FLOAT32)
+EXACT = Rounding(formats.FLOAT32)
 
 
 class ProductCall:
@@ -46,7 +34,7 @@ class ProductCall:
         chosen: Of an attention the numbers of its products in the module call.
         parameters: Those among its arguments.
         gradients: Of its floating outputs, by their place.
-        results: The largest magnitudes of these outputs.
+        outputs: Of one product, what it gave.
         is_part: Whether it is judged as a part of an attention.
     """
 
@@ -62,37 +50,42 @@ class ProductCall:
         self._wanted = {n: WEIGHT if id(leaves[n]) in weights else INPUT for n in compared}
         once = len({id(leaves[place]) for place in compared}) == len(compared)
         self._is_exact = once and chosen is None
-        self.results, self._random = list[torch.Tensor](), calls.random_states()
+        self.outputs, self._random = list[torch.Tensor](), calls.random_states()
         self.gradients, self._seen = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-        self._outputs = list[torch.Tensor]()
 
     def compute(self, leaves: list[Any]) -> Any:
         """Call the product in the pass; note what it gives and the gradients of operands."""
         for place in self._wanted:
-            note = partial(_noted, self._seen, place)
-            leaves[place] = passed(leaves[place], torch.Tensor.detach, note)
-        args, kwargs = built(leaves, self._spec)
+            note = partial(self._see, place)
+            leaves[place] = formats.mapped(leaves[place], torch.Tensor.detach, note)
+        args, kwargs = formats.built(leaves, self._spec)
         output = self.call(*args, **kwargs)
-        self._outputs = [one.detach() for one in floating(output)]
+        self.outputs = [one.detach() for one in floating(output)]
         output = _copied(output)
         self.watch(output)
         return output
 
     def watch(self, output: Any) -> None:
-        """Keep how large the outputs are, and the gradients that will reach them."""
-        self.results = [largest(one) for one in floating(output)]
-        _on_gradients(output, self._keep)
+        """Keep the gradients that will reach the outputs."""
+        for place, one in enumerate(floating(output)):
+            if one.grad_fn is not None:  # its hooks see what the program's hooks on tensors give
+                one.grad_fn.register_prehook(partial(self._keep, place, one.output_nr))
 
-    def _keep(self, place: int, gradient: torch.Tensor) -> None:
+    def _see(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
+        self._seen[place] = gradient
+        return gradient
+
+    def _keep(self, place: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         # The second backward of a gradient penalty reaches operands by other ways as well.
         self._is_exact &= not torch.is_grad_enabled()
-        self.gradients[place] = gradient.detach()
+        if (gradient := gradients[number]) is not None:
+            self.gradients[place] = gradient.detach()
 
     def exact(self) -> Results:
         """What :meth:`run` gives in float32: of one product what the pass computed."""
         if not self._is_exact:
             return self.run(EXACT)
-        found: Results = {(RESULT, place): one for place, one in enumerate(self._outputs)}
+        found: Results = {(RESULT, place): one for place, one in enumerate(self.outputs)}
         return found | {(self._wanted[n], n): one.to_dense() for n, one in self._seen.items()}
 
     def run(self, rounding: Rounding) -> Results:
@@ -110,18 +103,20 @@ class ProductCall:
         if self.chosen is not None:  # each matrix sees another path through the attention
             own = [one for one in self.owner.parameters() if one.requires_grad and not is_bias(one)]
             wanted |= {(WEIGHT, -n): one for n, one in enumerate(own, 1)}
-        args, kwargs = built(leaves, self._spec)
+        args, kwargs = formats.built(leaves, self._spec)
         with nullcontext() if self.chosen is None else InFormat(rounding, self.chosen):
             outputs = floating(self.call(*args, **kwargs))
         found = {(RESULT, n): border.result(x.detach()) for n, x in enumerate(outputs)}
         given = {n: one for n, one in self.gradients.items() if outputs[n].requires_grad}
         if wanted and given:
-            seeds = [border.result_gradient(scaled(one, rounding)) for one in given.values()]
+            times = rounding.scale
+            seeds = [one if times == 1.0 else one * times for one in given.values()]
+            seeds = [*map(border.result_gradient, seeds)]
             ends, every = [outputs[n] for n in given], [*wanted.values()]
             gradients = torch.autograd.grad(ends, every, seeds, allow_unused=True)
             both = zip(wanted, gradients, strict=True)
             made = {key: one.to_dense() for key, one in both if one is not None}
-            found |= {key: rounded_(one, border.form.result) for key, one in made.items()}
+            found |= {key: formats.rounded_(one, border.form.result) for key, one in made.items()}
         return found
 
     def sizes(self) -> list[torch.Tensor]:
@@ -134,56 +129,11 @@ class ProductCall:
         return [largest(one.to_dense()) for one in found]
 
 
-def scaled(gradient: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """A gradient times the loss scale of the format: a power of two, or 1."""
-    return gradient if rounding.scale == 1.0 else gradient * rounding.scale
-
-
-def _noted(found: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> torch.Tensor:
-    found[place] = gradient
-    return gradient
-
-
 def _copied(output: Any) -> Any:
     """For the program, which may write it (ReLU): hooks on a view that is written never run."""
     if isinstance(output, torch.Tensor):  # usual, and four times faster
         return output.clone()
     return tree_map_only(torch.Tensor, torch.clone, output)
-
-
-def _on_gradients(output: Any, hook: Callable[[int, torch.Tensor], object]) -> None:
-    """Call ``hook`` with the place and the gradient of each floating output, in each backward."""
-
-    def found(place: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        if (gradient := gradients[number]) is not None:
-            hook(place, gradient)
-
-    for place, one in enumerate(floating(output)):
-        if one.grad_fn is not None:  # its hooks see what the program's hooks on tensors give
-            one.grad_fn.register_prehook(partial(found, place, one.output_nr))
-
-
-class GradientSizes(Products):
-    """Context that notes the sizes of the gradients of products and of what they multiply.
-
-    Those of parameters are not: they are what a backward gives.
-    """
-
-    def product(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a product, and watch what goes in and comes out."""
-        leaves, spec = flat(args, kwargs)
-        for place in formats.operands(function, leaves, spec):
-            one = leaves[place]
-            if one.requires_grad and not isinstance(one, torch.nn.Parameter):
-                leaves[place] = passed(one, torch.Tensor.detach, self._note)
-        args, kwargs = built(leaves, spec)
-        output = _copied(function(*args, **kwargs))
-        _on_gradients(output, lambda _, gradient: self._note(gradient))
-        return output
-
-    def _note(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.sizes.append(largest(gradient.to_dense()))
-        return gradient
 
 
 def _kept(leaf: Any) -> Any:
@@ -256,12 +206,12 @@ class ProductTrace(Products):
                     part.is_part = True
                 self.attentions.add(id(module))
                 chosen = {number - frame.start for number in frame.free}
-                self.pieces.append(ProductCall(module, module, *flat(*frame.given), chosen))
+                self.pieces.append(ProductCall(module, module, *formats.flat(*frame.given), chosen))
                 self.pieces[-1].watch(output)
 
     def product(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a product, and note it."""
-        frame, (leaves, spec) = self._frames[-1], flat(args, kwargs)
+        frame, (leaves, spec) = self._frames[-1], formats.flat(args, kwargs)
         piece = ProductCall(frame.module, function, leaves, spec)
         output = piece.compute(leaves)
         if halves := [one.dtype for one in calls.tensors_in(output) if one.dtype in HALVES]:
