@@ -124,9 +124,9 @@ class ProductCall:
         return [largest(self._leaves[place]) for place in self._places]
 
     def gradient_sizes(self) -> list[torch.Tensor]:
-        """The largest magnitudes of the gradients of what goes in and comes out in the pass."""
-        found = [*self.gradients.values(), *self._seen.values()]
-        return [largest(one.to_dense()) for one in found]
+        """The largest magnitudes of the gradients of what comes out in the pass and of inputs."""
+        inputs = [one for place, one in self._seen.items() if self._wanted[place] == INPUT]
+        return [largest(one.to_dense()) for one in (*self.gradients.values(), *inputs)]
 
 
 def _copied(output: Any) -> Any:
