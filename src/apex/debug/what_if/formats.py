@@ -104,16 +104,12 @@ class Rounding:
         return known[2]
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        """Round what a product gives."""
-        return rounded(x, self.form.result)
+        """Round what a product gives, or the gradient that it gives to what it multiplies."""
+        return rounded(x.to_dense(), self.form.result)  # an embedding's gradient is sparse
 
     def result_gradient(self, x: torch.Tensor) -> torch.Tensor:
         """Round the gradient that reaches a product."""
         return self._scaled(x, self.form.gradient)
-
-    def operand_gradient(self, x: torch.Tensor) -> torch.Tensor:
-        """Round the gradient that a product gives to an operand."""
-        return rounded(x.to_dense(), self.form.result)  # an embedding's is sparse
 
     @staticmethod
     def _scaled(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -268,7 +264,7 @@ class InFormat(Products):
             return function(*args, **kwargs)
         to, (leaves, spec) = self.rounding, flat(args, kwargs)
         for place in operands(function, leaves, spec):
-            leaves[place] = mapped(leaves[place], to.operand, to.operand_gradient)
+            leaves[place] = mapped(leaves[place], to.operand, to.result)
         args, kwargs = built(leaves, spec)
         found, spec = tree_flatten(function(*args, **kwargs))
         for place, one in enumerate(found):
