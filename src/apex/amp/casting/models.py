@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._precision_policy import named_modules
 from apex.amp.casting import kept as policies
 from apex.amp.casting import state as casting
 from apex.amp.casting.containers import Walker
@@ -314,6 +315,33 @@ def record_of(model: torch.nn.Module) -> ForwardRecord | None:
     """The record of the forwards of ``model``; ``None`` if it has no hooks of amp."""
     hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Enter)]
     return hooks[0].level.forwards if hooks else None
+
+
+def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[policies.Kept]) -> None:
+    """Refuse that a policy names a module which models of two calls of ``initialize`` share.
+
+    Each call would cast its weights its own way. ``kept`` is what this call's policies name; models
+    that are initialized again lose what an earlier call did to them first.
+
+    Raises:
+        ValueError: Such a module is named, by this call or by the earlier one.
+    """
+    again = {id(one) for x in models if record_of(x) is not None for one in x.modules()}
+    earlier = [other for other in list(prepared) if all(other is not model for model in models)]
+    elsewhere = {id(one): type(other).__name__ for other in earlier for one in other.modules()}
+    for model, own in zip(models, kept, strict=True):
+        for name, module in named_modules(model):
+            hooks = () if id(module) in again else module._forward_pre_hooks.values()
+            owners = [x.calls.model for x in hooks if isinstance(x, policies.EnterKept)]
+            if not owners and name in own:
+                owners = [elsewhere[id(x)] for x in module.modules() if id(x) in elsewhere]
+            if owners:
+                raise ValueError(
+                    f"amp.initialize: a policy names {(name or type(model).__name__)!r} of the "
+                    f"{type(model).__name__}, and the {owners[0]} of an earlier amp.initialize "
+                    "shares it: two calls would cast its weights in two ways. Initialize one model "
+                    "that has both in it, or leave the module out of the policies."
+                )
 
 
 @torch.no_grad()

@@ -51,14 +51,20 @@ def what_if(
         ValueError: A format is unknown, the model is not in float32, there is no batch, or the loss
             or a gradient is not finite in float32.
     """
-    if not formats or not set(formats) <= set(FORMATS):
-        raise ValueError(f"apex.debug.what_if: formats was {formats!r}; allowed: {[*FORMATS]}")
-    if not isinstance(model, torch.nn.Module) or not callable(loss):
+    given = {"model": model, "loss": loss, "batches": batches, "formats": formats}
+    allowed = (isinstance(model, torch.nn.Module), callable(loss), isinstance(batches, Iterable))
+    if not all((*allowed, isinstance(formats, Iterable))):
+        found = ", ".join(f"{name} was {type(one).__name__}" for name, one in given.items())
         raise TypeError(
-            f"apex.debug.what_if: model was {type(model).__name__} and loss {type(loss).__name__}; "
-            "they must be an nn.Module and a function of it and a batch"
+            f"apex.debug.what_if: {found}; they must be an nn.Module, a function of it and a "
+            "batch, an iterable of batches, and a list of formats"
         )
-    listed, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(formats)]
+    names = [formats] if isinstance(formats, str) else [*formats]
+    if not names or not all(one in [*FORMATS] for one in names):
+        raise ValueError(f"apex.debug.what_if: formats was {names!r}; allowed: {[*FORMATS]}")
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"apex.debug.what_if: limit was {limit!r}; allowed: 1 or more, 8 decide")
+    listed, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(names)]
     wrong = [f"{n} is {p.dtype}" for n, p in model.named_parameters() if p.dtype != torch.float32]
     wrong += [] if listed else ["batches was empty"]
     if wrong or not any(p.requires_grad for p in model.parameters()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from apex.debug.what_if.judging import LARGEST, Study
 from apex.debug.what_if.updates import Updates
 from apex.debug.what_if.verdicts import ENOUGH, LOOK, NOT_DECIDED, NOT_SAFE, SAFE, Layer
 
-# Okabe and Ito's, which colour-blind readers can tell apart; the words are in the legend.
+# Okabe and Ito's, which colour-blind readers can tell apart; each cell has the word too.
 COLOURS = {SAFE: "#56B4E9", LOOK: "#F0E442", NOT_SAFE: "#D55E00", NOT_DECIDED: "#CCCCCC"}
 SHOWN = 4  # names in a sentence
 
@@ -40,7 +40,7 @@ class WhatIf:
         self.model, self.batches = type(study.model).__name__, len(study.batches)
         self.formats = [form.name for form in study.forms]
         self.layers, self.unseen = verdicts.layers_of(study), verdicts.unseen(study)
-        self.others = study.others
+        self.others = study.trace.others
         self.ranges, self.optimizer, self.lost = study.ranges, updates.name, updates.lost()
         names = {id(one): name or self.model for name, one in named_modules(study.model)}
         sizes = study.ranges.outputs.items()
@@ -51,30 +51,43 @@ class WhatIf:
         return [one for one in self.layers if one.verdicts[form].state == state]
 
     @property
+    def is_decided(self) -> bool:
+        """Whether there is a verdict on any layer."""
+        return any(v.state != NOT_DECIDED for one in self.layers for v in one.verdicts.values())
+
+    @property
     def answer(self) -> str:
         """A few sentences: each format, then what else decides between levels."""
         scale = f"float16 needs a loss scale of at most 2**{math.log2(self.ranges.scale):.0f}"
-        if self.batches < ENOUGH:
-            text = f"Not decided: {self.batches} batches were seen, and {ENOUGH} are needed."
-            return f"{text} {scale}." if "float16" in self.formats else text
         parts, is_part = [], bool(self.unseen or self.others)
+        if not self.layers:
+            parts.append("Nothing was measured: no layer with a product gave any numbers.")
+        elif not self.is_decided:
+            text = f"Not decided: {self.batches} batches were seen, and a layer needs"
+            parts.append(f"{text} {ENOUGH} in which it gives numbers.")
+            parts += [f"{scale}."] if "float16" in self.formats else []
+        else:
+            parts += self._formats(scale, is_part)
+            shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
+            lost = f"If weights had 16 bits (O3), updates of {self.optimizer} would be lost: "
+            parts.append(f"{lost}{shares}; with masters (O2, O5) none.")
+        parts += [f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."] if self.unseen else []
+        return " ".join(parts)
+
+    def _formats(self, scale: str, is_part: bool) -> Iterator[str]:
         if "bfloat16" in self.formats:
             everywhere = "is safe where products were seen" if is_part else "everywhere is safe"
-            parts.append(f"bfloat16 {self._needs('bfloat16') or everywhere}.")
+            yield f"bfloat16 {self._needs('bfloat16') or everywhere}."
         if "float16" in self.formats:
             needs = self._needs("float16").removeprefix("needs ")
             safe = f"every layer {'that was seen ' if is_part else ''}is safe then"
-            parts.append(f"{scale}{f' and {needs}' if needs else f'; {safe}'}.")
+            yield f"{scale}{f' and {needs}' if needs else f'; {safe}'}."
         if "float16" in self.formats and self.large:
             name, size = max(self.large.items(), key=lambda item: item[1])
             between = f"At O2 what passes between modules is float16 as well, and `{name}` gives"
-            parts.append(f"{between} {size:.2g}: use O1, O4 or O5.")
-        parts += [self._e4m3()] if "e4m3" in self.formats else []
-        shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
-        lost = f"If weights had 16 bits (O3), updates of {self.optimizer} would be lost: {shares}"
-        parts.append(f"{lost}; with masters (O2, O5) none.")
-        unseen = [f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."] if self.unseen else []
-        return " ".join([*parts, *unseen])
+            yield f"{between} {size:.2g}: use O1, O4 or O5."
+        if "e4m3" in self.formats:
+            yield self._e4m3()
 
     def _needs(self, form: str) -> str:
         """What a 16-bit format needs, as the end of a sentence; empty if it needs nothing."""
@@ -85,13 +98,18 @@ class WhatIf:
             text += f" (a policy {keep} for {_names([one])})"
         if look:
             text += f"{'; ' if bad else 'is safe, but '}look at {_names(look)}"
+        if few := self.states(form, NOT_DECIDED):
+            text += (
+                f"{'; ' if text else 'is '}not decided for {_names(few)} (below {ENOUGH} batches)"
+            )
         return text
 
     def _e4m3(self) -> str:
-        safe, look, bad = (self.states("e4m3", one) for one in (SAFE, LOOK, NOT_SAFE))
+        safe, look, bad, few = (self.states("e4m3", one) for one in COLOURS)
         noun = "linear layers" if {one.kind for one in self.layers} == {"Linear"} else "layers"
         text = f"e4m3: {len(safe)} of {len(self.layers)} {noun} are safe"
         text += f", look at {len(look)}" if look else ""
+        text += f", {len(few)} not decided" if few else ""
         text += f", {len(bad)} {'is' if len(bad) == 1 else 'are'} not" if bad else ""
         return text + (f": {_names(bad)}." if bad else ".")
 
@@ -129,10 +147,13 @@ class WhatIf:
         """What ``amp.initialize(..., policy=...)`` takes: the layers that are not safe.
 
         Raises:
-            ValueError: There were too few batches to decide.
+            ValueError: Nothing was decided.
         """
-        if self.batches < ENOUGH:
-            raise ValueError(f"apex.debug.what_if: a policy needs {ENOUGH} batches or more")
+        if not self.is_decided:
+            raise ValueError(
+                f"apex.debug.what_if: a policy needs {ENOUGH} batches in which a layer with a "
+                f"product gives numbers; of {self.batches} none is decided"
+            )
         formats: dict[str, dict[str, Any]] = {}
         for form in self.formats:
             bad = [one.keep for one in self.states(form, NOT_SAFE) if one.keep is not None]
@@ -149,24 +170,21 @@ class WhatIf:
         """Draw layers by formats into a PNG, SVG or PDF file; needs matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib")
-        from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
 
-        rows, columns, states = self.layers, self.formats, [*COLOURS]
-        figure = Figure((2.4 + 1.3 * len(columns), 1.4 + 0.26 * len(rows)), layout="constrained")
-        axes, cells = figure.subplots(), [[row.verdicts[form] for form in columns] for row in rows]
-        grid = [[states.index(cell.state) for cell in row] for row in cells]
-        axes.imshow(grid, ListedColormap([*COLOURS.values()]), vmin=0, vmax=3, aspect="auto")
-        for y, row in enumerate(cells):
-            for x, cell in enumerate(row):
-                axes.text(x, y, cell.number, ha="center", va="center", fontsize=8)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), [one.name or one.kind for one in rows])
-        shown = [Patch(color=colour, label=state) for state, colour in COLOURS.items()]
-        figure.legend(handles=shown, loc="outside lower center", ncols=4)
-        figure.suptitle(f"{self.model}: worst cosine to float32", fontsize=9)
-        figure.savefig(path, dpi=150)
+        figure = Figure((4 + 1.5 * len(self.formats), 0.8 + 0.3 * len(self.layers)))
+        axes = figure.subplots()
+        axes.axis("off")
+        axes.set_title(f"{self.model}: worst cosine to float32", fontsize=9)
+        rows = [[one.verdicts[form] for form in self.formats] for one in self.layers]
+        axes.table(
+            [[f"{cell.state} {cell.number}" for cell in row] for row in rows],
+            [[COLOURS[cell.state] for cell in row] for row in rows],
+            rowLabels=[one.name or one.kind for one in self.layers],
+            colLabels=self.formats,
+            loc="center",
+        )
+        figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def _names(layers: Sequence[Layer]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from apex.debug.tensors import HALVES
+from apex.debug.what_if.formats import nonzero, rounded, rounded_
 
 
 class Updates:
@@ -31,24 +31,15 @@ class Updates:
             self.name = "AdamW at lr 0.001"
             return
         self.name = type(optimizer).__name__
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"apex.debug.what_if: a step of {self.name} needs a closure, to compute the loss "
-                "again, and only single steps are looked at; leave optimizer out"
-            )
         copies = dict(zip(map(id, weights), self.weights, strict=True))
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        frozen = {id(p): p.detach().clone() for p in every if not p.requires_grad}
-        copies = {**frozen, **copies}  # its state is by the numbers of all
         try:
-            groups = [
-                {**group, "params": [copies[id(p)] for p in group["params"]]}
-                for group in optimizer.param_groups
-            ]
+            groups = [{**group} for group in optimizer.param_groups]
+            for group in groups:  # with what is frozen: the state is by the numbers of all
+                every = group["params"]
+                group["params"] = [copies[id(p)] if p.requires_grad else p.clone() for p in every]
             self.optimizer = type(optimizer)(groups)  # without the hooks on the first
             self.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"apex.debug.what_if: the {self.name} cannot be made again for copies of the "
                 "model's weights, from param_groups and state_dict(); leave optimizer out"
@@ -66,18 +57,25 @@ class Updates:
                 # fused AdamW reads a gradient as if its strides were the weight's
                 gradient = torch.empty_like(weight.detach()).copy_(gradient)
             weight.grad = gradient
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            raise TypeError(
+                f"apex.debug.what_if: a single step of a copy of the {self.name}, with dense "
+                f"gradients and without a closure, failed ({error}); leave optimizer out"
+            ) from error
 
     def lost(self) -> dict[str, float]:
         """Of each 16-bit type the share of the last updates that weights in it would lose."""
         before = [weight.detach().clone() for weight in self.weights]
         self._step(self._pending or [])
         pairs = [(old, w.detach() - old) for w, old in zip(self.weights, before, strict=True)]
-        total, found = sum(int(torch.count_nonzero(update)) for _, update in pairs), {}
+        total, found = sum(nonzero(update) for _, update in pairs), {}
         for dtype in HALVES:
             kept = 0
             for old, update in pairs:
-                narrow = old.to(dtype)
-                kept += int(torch.count_nonzero((narrow + update).to(dtype) != narrow))
+                narrow = rounded(old, dtype)
+                change = rounded_(narrow + update, dtype).sub_(narrow)
+                kept += nonzero(change.nan_to_num_())  # inf - inf
             found[str(dtype).removeprefix("torch.")] = (total - kept) / max(total, 1)
         return found

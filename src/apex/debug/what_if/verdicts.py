@@ -10,6 +10,7 @@ import torch
 from apex import _precision_policy as policies
 from apex.debug.what_if.formats import Format, InFormat, Rounding
 from apex.debug.what_if.judging import Score, Study, cosine
+from apex.debug.what_if.tracing import ProductTrace
 
 SAFE, LOOK, NOT_SAFE, NOT_DECIDED = "safe", "look", "not safe", "not decided"
 ENOUGH, OUTSIDE = 8, "(outside of modules)"  # batches; the name of what has no module
@@ -45,6 +46,7 @@ class Layer(NamedTuple):
             nearest around it that was called and whose weights nobody else has or reads; else None.
         whole: Of a suspect, alone in its format in the whole model and the first batch: the loss in
             float32, the loss, and the median cosine of the gradients of weight matrices.
+        batches: In how many it was measured: it was called, and what it gave was not empty.
     """
 
     name: str
@@ -52,19 +54,21 @@ class Layer(NamedTuple):
     keep: str | None
     verdicts: dict[str, LayerVerdict]
     whole: dict[str, tuple[float, float, float]]
+    batches: int
 
 
 def layers_of(study: Study) -> list[Layer]:
     """The layers in the order of the model, with their verdicts."""
     known = {key for scores in study.scores.values() for key in scores}
-    keep = policies.keepers(study.model, study.called, study.readers)
+    keep = policies.keepers(study.model, study.called, study.trace.readers)
     found: list[Layer] = []
     for name, module in (*policies.named_modules(study.model), (OUTSIDE, None)):
         if id(module) in known:
             known.discard(id(module))
             verdicts = {form.name: _verdict(study, id(module), form) for form in study.forms}
             kind = "function" if module is None else type(module).__name__
-            found.append(Layer(name, kind, keep.get(name), verdicts, {}))
+            batches = len(study.measured[id(module)])
+            found.append(Layer(name, kind, keep.get(name), verdicts, {}, batches))
     if any(verdict.why for layer in found for verdict in layer.verdicts.values()):
         _try_whole(study, found)
     return found
@@ -73,14 +77,15 @@ def layers_of(study: Study) -> list[Layer]:
 def _verdict(study: Study, key: int, form: Format) -> LayerVerdict:
     score = study.scores[form.name][key]
     state = SAFE if score.cosine >= form.safe else LOOK if score.cosine >= form.look else NOT_SAFE
-    state = NOT_DECIDED if len(study.batches) < ENOUGH else state
+    if len(study.batches) < ENOUGH or (state != NOT_SAFE and len(study.measured[key]) < ENOUGH):
+        state = NOT_DECIDED
     why = _why(study, key, form, score) if state in (LOOK, NOT_SAFE) else ""
     return LayerVerdict(state, score, why)
 
 
 def _why(study: Study, key: int, form: Format, score: Score) -> str:
     ranges = study.ranges
-    result = "scores reach" if key in study.attentions else "result reaches"
+    result = "scores reach" if key in study.trace.attentions else "result reaches"
     for what, sizes in ((result, ranges.products), ("input or weight reaches", ranges.operands)):
         if score.inf and sizes[key] > (largest := torch.finfo(form.result).max):
             return f"its {what} {sizes[key]:.2g}, {form.name} ends at {largest:g}"
@@ -94,23 +99,24 @@ def unseen(study: Study) -> list[str]:
     """Modules with a weight matrix of which no product, or no gradient, was seen."""
     missing = {id(p) for p in study.parameters} - study.reached
     named = [*policies.named_modules(study.model)]
-    missing |= {id(p) for p in study.model.parameters() if not study.readers[id(p)]}
+    missing |= {id(p) for p in study.model.parameters() if not study.trace.readers[id(p)]}
     rows = [(n or type(m).__name__, p) for n, m in named for p in m.parameters(recurse=False)]
     return list(dict.fromkeys(name for name, p in rows if p.dim() > 1 and id(p) in missing))
 
 
 def _try_whole(study: Study, layers: list[Layer]) -> None:
     """Run the first batch with one suspect in its format, and the rest in float32."""
-    trace, exact = study.passed(0)
+    trace = ProductTrace()
+    with trace.on(study.model):
+        exact = study.passed(0, trace)
     ids = {name: id(module) for name, module in policies.named_modules(study.model)}
     for form in study.forms:
         suspects = [one for one in layers if one.verdicts[form.name].why]
         suspects.sort(key=lambda one: one.verdicts[form.name].score.cosine)
+        rounding = Rounding(form, study.ranges.scale)
         for layer in suspects[:SUSPECTS]:
-            numbers = trace.numbers[ids.get(layer.name, id(None))]
-            rounding = Rounding(form, study.ranges.scale)
-            found, gradients = study.passed(0, InFormat(rounding, numbers))
-            both = zip(exact, gradients, strict=True)
+            alone = InFormat(rounding, trace.numbers[ids.get(layer.name, id(None))])
+            both = zip(exact, study.passed(0, alone, rounding.scale), strict=True)
             pairs = [(a, b) for a, b in both if a is not None and b is not None and a.dim() > 1]
             middle = statistics.median([cosine(a, b) for a, b in pairs] or [1.0])
-            layer.whole[form.name] = (trace.loss, found.loss, middle)
+            layer.whole[form.name] = (trace.loss, alone.loss, middle)
