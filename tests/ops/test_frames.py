@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex.contrib.group_norm import GroupNorm
+from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.fused_dense import FusedDense, FusedDenseGeluDense
@@ -20,13 +21,39 @@ from apex.normalization import (
     MixedFusedRMSNorm,
 )
 from apex.ops.layers.swiglu import swiglu
+from apex.transformer.functional.fused_softmax import (
+    scaled_masked_softmax,
+    scaled_upper_triang_masked_softmax,
+)
 from tests.amp.test_frames import frames_of
 
 X, IMAGES, LABELS = torch.ones(4, 64), torch.ones(2, 8, 4, 4), torch.ones(4, dtype=torch.int64)
+NORM, LAST = nn.GroupNorm(2, 8), IMAGES.to(memory_format=torch.channels_last)
+SCORES, MASK = torch.ones(2, 2, 8, 8), torch.eye(8).bool().expand(2, 1, 8, 8)
 
 
 def losses(x, labels):
     return F.cross_entropy(x, labels, reduction="none", ignore_index=0)
+
+
+def images_normalized(images):
+    y = F.silu(NORM(images.contiguous()))
+    return y.contiguous(memory_format=torch.channels_last)
+
+
+def masked_softmax(scores, mask, scale):
+    """The shortest that gives zeros where all is masked."""
+    z = torch.where(mask, -10000.0, scores * scale)
+    return torch.softmax(z, -1).masked_fill(z.amax(-1, keepdim=True) <= -10000.0, 0.0)
+
+
+def causal_softmax(scores, _, scale):
+    above = scores.new_full(scores.shape[-2:], -torch.inf).triu(1)
+    return torch.softmax((scores * scale).tril() + above, -1).tril()
+
+
+def rows_multiplied(in1, in2, index):
+    return torch.embedding(in1, index) * in2
 
 
 def gated(gate, up):
@@ -42,16 +69,22 @@ def perceptron():
 
 
 SMALL = {  # ours, torch's, arguments, calls that ours adds at most
-    "layer norm": (FusedLayerNorm(64), nn.LayerNorm(64), (X,), 3),
-    "layer norm, mixed": (MixedFusedLayerNorm(64), nn.LayerNorm(64), (X,), 3),
-    "layer norm, fast": (FastLayerNorm(64), nn.LayerNorm(64), (X,), 3),
-    "RMS norm": (FusedRMSNorm(64), nn.RMSNorm(64, 1e-5), (X,), 4),
-    "RMS norm, mixed": (MixedFusedRMSNorm(64), nn.RMSNorm(64, 1e-5), (X,), 4),
+    "layer norm": (FusedLayerNorm(64), nn.LayerNorm(64), (X,), 2),
+    "layer norm, mixed": (MixedFusedLayerNorm(64), nn.LayerNorm(64), (X,), 2),
+    "layer norm, fast": (FastLayerNorm(64), nn.LayerNorm(64), (X,), 2),
+    "RMS norm": (FusedRMSNorm(64), nn.RMSNorm(64, 1e-5), (X,), 3),
+    "RMS norm, mixed": (MixedFusedRMSNorm(64), nn.RMSNorm(64, 1e-5), (X,), 3),
     "group norm": (GroupNorm(2, 8), nn.GroupNorm(2, 8), (IMAGES,), 1),
     "group norm, SiLU": (
         GroupNorm(2, 8, act="silu"), nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), (IMAGES,), 0,
     ),
-    "cross-entropy": (SoftmaxCrossEntropyLoss.apply, losses, (X, LABELS), 2),
+    "group norm, channels last": (GroupNorm(2, 8, act="silu"), images_normalized, (LAST,), 0),
+    "cross-entropy": (SoftmaxCrossEntropyLoss.apply, losses, (X, LABELS), 1),
+    "masked softmax": (scaled_masked_softmax, masked_softmax, (SCORES, MASK, 0.5), 4),
+    "causal softmax": (
+        scaled_upper_triang_masked_softmax, causal_softmax, (SCORES[0], None, 0.5), 6,
+    ),
+    "index_mul_2d": (index_mul_2d, rows_multiplied, (X, X, LABELS), 3),
     "dense": (FusedDense(64, 64), nn.Linear(64, 64), (X,), 3),
     "dense, GELU, dense": (FusedDenseGeluDense(64, 64, 64), dense_gelu_dense(), (X,), 4),
     "MLP": (MLP([64, 64, 64]), perceptron(), (X,), 3),
@@ -78,11 +111,22 @@ def test_falling_back_costs_next_to_nothing(name):
     assert sum(n for (file, _), n in found.items() if "/apex/" in file) <= 8
 
 
-@pytest.mark.parametrize("name", ["layer norm", "RMS norm", "group norm", "cross-entropy", "dense"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer norm", "RMS norm", "group norm", "group norm, channels last", "cross-entropy",
+        "dense", "masked softmax", "causal softmax", "index_mul_2d",
+    ],
+)  # fmt: skip
 def test_what_falls_back_is_torchs_result(name):
     ours, theirs, args, _ = SMALL[name]
     torch.manual_seed(0)
-    args = [torch.randn(a.shape) if a.is_floating_point() else a for a in args]
-    if isinstance(ours, nn.Module):
+    args = [
+        torch.randn_like(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+    if isinstance(ours, nn.Module) and isinstance(theirs, nn.Module):
         ours.load_state_dict(theirs.state_dict())
-    assert torch.equal(ours(*args), theirs(*args))
+    y, expected = ours(*args), theirs(*args)
+    assert torch.equal(y, expected)
+    assert y.stride() == expected.stride()

@@ -133,22 +133,20 @@ def _family(columns: int, smooth: bool, square: bool, kinds: Any) -> Family:
     return Family(_focal_loss, (columns, smooth, square, BLOCK, lane), warps)
 
 
-def _launch(
-    logits: torch.Tensor, pointers: Any, classes: int, alpha: float, gamma: float, smoothing: float
-) -> None:
-    size, tensors = logits.numel(), (logits, *pointers)
-    kinds = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    family = _family(logits.shape[-1], smoothing != 0.0, gamma == 2.0, kinds)
-    numbers = (size, classes, float(alpha), float(gamma), float(smoothing))
-    family.launch((-(-size // BLOCK), 1, 1), tensors, numbers, size, classes)
-
-
 def forward(
-    logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, *numbers: Any
-) -> torch.Tensor:
+    logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor,
+    classes: int, alpha: float, gamma: float, smoothing: float,
+) -> torch.Tensor:  # fmt: skip
     """Compute the loss."""
-    sums = logits.new_empty(-(-logits.numel() // BLOCK), dtype=torch.float32)
-    _launch(logits, (targets, sums, None, None, None), *numbers)
+    size, columns = logits.numel(), logits.shape[-1]
+    programs = -(-size // BLOCK)
+    sums = logits.new_empty(programs, dtype=torch.float32)
+    kinds = (logits.dtype, targets.dtype)
+    family = _family(columns, smoothing != 0.0, gamma == 2.0, kinds)
+    family.launch(
+        (programs, 1, 1), (logits, targets, sums, None, None, None),
+        (size, classes, float(alpha), float(gamma), float(smoothing)), size, classes,
+    )  # fmt: skip
     if num_positives.dtype != sums.dtype:
         num_positives = num_positives.to(sums.dtype)
     return sums.sum() / (num_positives.reshape(()) if num_positives.dim() else num_positives)
@@ -156,9 +154,14 @@ def forward(
 
 def backward(
     dy: torch.Tensor, needs: list[bool], *, logits: torch.Tensor, targets: torch.Tensor,
-    num_positives: torch.Tensor, **numbers: Any,
+    num_positives: torch.Tensor, classes: int, alpha: float, gamma: float, smoothing: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Compute the gradient of the logits, which are read again."""
-    out = torch.empty_like(logits)
-    _launch(logits, (targets, None, dy, num_positives, out), **numbers)
+    out, size, columns = torch.empty_like(logits), logits.numel(), logits.shape[-1]
+    kinds = (logits.dtype, targets.dtype, dy.dtype, num_positives.dtype)
+    family = _family(columns, smoothing != 0.0, gamma == 2.0, kinds)
+    family.launch(
+        (-(-size // BLOCK), 1, 1), (logits, targets, None, dy, num_positives, out),
+        (size, classes, float(alpha), float(gamma), float(smoothing)), size, classes,
+    )  # fmt: skip
     return [out]

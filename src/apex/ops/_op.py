@@ -153,7 +153,11 @@ class op:  # lower case, like torch.autocast: used as a function
         assert self.names == [*self.tensors, *self.constants], f"{self.name}: tensors come first"
         self._at_tensors = [*range(len(self.tensors))]  # a list, which torch.compile can trace
         self._at_grads = [self.names.index(name) for name in self.grads]
-        self._at_others = [i for i in self._at_tensors if i not in self._at_grads]
+        count = len(self.grads)
+        assert self._at_grads == self._at_tensors[:count], f"{self.name}: grads come first"
+        self._at_others = self._at_tensors[count:]
+        #: What a backward returns behind the gradients: for other tensors and for the constants.
+        self._no_gradients = (None,) * (len(self._at_others) + 1)
         known = [*self.tensors, *self.results]
         self._to_save = _items([known.index(name) for name in self.saves])
         self._needs = _items(self._at_grads)
@@ -386,10 +390,10 @@ class op:  # lower case, like torch.autocast: used as a function
             or _is_batched(dy)
             or _compiler.is_dynamo_compiling()
             or _compiler._is_compiling_flag
-            or any(map(needed.__getitem__, self._at_others))
+            or (self._at_others and any(map(needed.__getitem__, self._at_others)))
         ):
             return (*self._gradients(ctx, dy)[: len(self.tensors)], None)
-        dense: list[Any] = [dy, *ctx.saved_tensors]
+        dense: Sequence[Any] = (dy, *ctx.saved_tensors)
         for tensor in dense:
             if tensor is not None and (
                 tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
@@ -403,11 +407,12 @@ class op:  # lower case, like torch.autocast: used as a function
             gradients = call_on_device(implementation.backward, dy, dense[0], needs, **given)
         else:
             gradients = implementation.backward(dense[0], needs, **given)
-        found: list[torch.Tensor | None] = [None] * len(needed)
-        for i, gradient in zip(self._at_grads, gradients, strict=True):
-            if needed[i]:
-                found[i] = gradient
-        return tuple(found)
+        if False in needs:  # what is not needed may have been computed on the way
+            gradients = [*gradients]
+            for i in self._at_grads:
+                if not needed[i]:
+                    gradients[i] = None
+        return (*gradients, *self._no_gradients)
 
     def _save_for_operator(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         outputs = _as_tuple(output)

@@ -155,12 +155,41 @@ def scaled_softmax(
 ) -> torch.Tensor:
     """Check the arguments for the function ``name`` and compute."""
     implementation = OP.choose(x)
+    if implementation is None:
+        try:
+            y = _by_torch(x, mask, float(scale), causal)
+            if y is not None:
+                return y
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # below are the words for what does not fit together
     if implementation is not UNSURE and _fit(x, mask, causal):
         if implementation is None:
             return reference(x, mask, float(scale), causal)
         return OP.compute(x, mask, (implementation, float(scale), causal))
     check(name, x, mask, causal)
     return OP(x, mask, float(scale), causal)
+
+
+def _by_torch(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor | None:
+    """Few elements by the functions of :func:`reference`, which refuse what does not broadcast.
+
+    ``None``: what takes more to check or to compute.
+    """
+    shape, dims = x.shape, x.dim()
+    if x.dtype not in WIDE or dims < 2 or not x.numel():
+        return None
+    if mask is None:
+        if not causal:
+            return torch.softmax(x * scale, -1)
+        return softmax(x * scale, True, False) if shape[-2] == shape[-1] else None
+    if causal or type(mask) is not torch.Tensor or mask.dtype != torch.bool:
+        return None
+    if not mask.dim() == dims <= 4:
+        return None
+    z = torch.where(mask, MASKED, x * scale)
+    if z.shape != shape:
+        return None
+    return torch.softmax(z, -1).masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
 
 
 def _fit(x: torch.Tensor, mask: Any, causal: bool) -> bool:

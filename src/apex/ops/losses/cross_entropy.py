@@ -150,7 +150,13 @@ def losses(
     implementation = OP.choose(logits)
     try:
         if implementation is None:
-            if _is_torchs(logits, labels, smoothing):
+            if (  # torch's function, which checks sizes and labels itself
+                labels.dtype == torch.int64  # floating ones would be probabilities
+                and logits.dim() == 2
+                and logits.dtype in FLOATS
+                and logits.numel() > 0
+                and 0.0 <= smoothing <= 1.0
+            ):
                 x = logits if logits.dtype in WIDE else logits.float()
                 y: torch.Tensor = _of_torch(x, labels, None, 0, padding_idx, smoothing)  # 0: whole
                 return y
@@ -166,17 +172,6 @@ def losses(
     except IndexError:  # PyTorch's says neither which row nor what is allowed
         check_labels("cross_entropy", labels, logits.shape[1], padding_idx)
         raise
-
-
-def _is_torchs(logits: torch.Tensor, labels: Any, smoothing: float) -> bool:
-    """Whether a small call is torch's function, which checks sizes and labels itself."""
-    return (
-        labels.dtype == torch.int64  # floating ones would be probabilities
-        and logits.dim() == 2
-        and logits.dtype in FLOATS
-        and logits.numel() > 0
-        and 0.0 <= smoothing <= 1.0
-    )
 
 
 def _fit(logits: torch.Tensor, labels: Any, smoothing: float) -> bool:

@@ -34,6 +34,7 @@ from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, t
 from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
 from apex.ops._op import UNSURE, op
 
+_is_transformed = torch._C._are_functorch_transforms_active
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -200,9 +201,9 @@ def group_norm(
     implementation, silu = OP.choose(x), ACTIVATIONS[act]
     if implementation is None:
         try:
-            if _is_torchs(x, weight, bias):
-                y = torch.group_norm(x, groups, weight, bias, eps)
-                return F.silu(y) if silu else y
+            y = _by_torch(x, groups, weight, bias, eps, silu)
+            if y is not None:
+                return y
         except (AttributeError, IndexError, RuntimeError, TypeError):
             pass  # below are the words for what does not fit together
     if implementation is not UNSURE and _fit(x, groups, weight, bias):
@@ -214,16 +215,27 @@ def group_norm(
     return OP(x, weight, bias, groups, float(eps), silu)
 
 
-def _is_torchs(x: torch.Tensor, weight: Any, bias: Any) -> bool:
-    """Whether a small norm is torch's function and SiLU, which check sizes themselves."""
+def _by_torch(
+    x: torch.Tensor, groups: int, weight: Any, bias: Any, eps: float, silu: bool
+) -> torch.Tensor | None:
+    """A small norm by torch's functions, which check sizes themselves, if it is theirs alone."""
     dtype = x.dtype
-    return (
-        dtype in WIDE
-        and (weight is None or weight.dtype == dtype)
-        and (bias is None or (weight is not None and bias.dtype == dtype))
-        and x.is_contiguous()
-        and x.numel() > 0
-    )
+    if (
+        dtype not in WIDE
+        or (weight is not None and weight.dtype != dtype)
+        or (bias is not None and (weight is None or bias.dtype != dtype))
+        or not x.numel()
+    ):
+        return None
+    if x.is_contiguous():
+        y = torch.group_norm(x, groups, weight, bias, eps)
+    elif channels_last(x) and not _is_transformed():  # vmap knows no memory format
+        # Copies, as a GPU's function makes too: for a CPU's gradient see the top of this file.
+        y = torch.group_norm(x.contiguous(), groups, weight, bias, eps)
+        y = y.contiguous(memory_format=FORMATS[x.dim()])
+    else:
+        return None
+    return torch._C._nn.silu(y) if silu else y  # what F.silu calls
 
 
 def _fit(x: torch.Tensor, groups: Any, weight: Any, bias: Any) -> bool:

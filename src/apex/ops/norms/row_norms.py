@@ -133,8 +133,13 @@ def norm(
     implementation = operation.choose(x)
     if implementation is None:
         try:
-            if _is_torchs(x, weight, bias, centered):  # what F.layer_norm calls
-                if centered:
+            dtype = x.dtype
+            if (  # torch's function alone, which checks sizes itself
+                (weight is None or weight.dtype == dtype)
+                and (bias is None or (weight is not None and bias.dtype == dtype))
+                and dtype in (WIDE if centered and x.is_cpu else FLOATS)
+            ):
+                if centered:  # what F.layer_norm calls
                     return torch.layer_norm(x, shape, weight, bias, eps)
                 return torch.rms_norm(x, shape, weight, eps)
         except (AttributeError, RuntimeError, TypeError):
@@ -150,16 +155,6 @@ def norm(
     if memory_efficient:
         return MEMORY_EFFICIENT(x, weight, bias, shape, eps, centered, dtype, x.dtype)
     return OP(x, weight, bias, shape, eps, centered, dtype)
-
-
-def _is_torchs(x: torch.Tensor, weight: Any, bias: Any, centered: bool) -> bool:
-    """Whether a small norm is torch's function alone, which checks sizes itself."""
-    dtype = x.dtype
-    return (
-        (weight is None or weight.dtype == dtype)
-        and (bias is None or (weight is not None and bias.dtype == dtype))
-        and dtype in (WIDE if centered and x.is_cpu else FLOATS)
-    )
 
 
 def _fit(x: torch.Tensor, weight: Any, bias: Any, shape: Any) -> bool:
