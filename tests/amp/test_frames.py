@@ -117,6 +117,16 @@ def test_a_step_stays_within_its_budget_of_frames(level, optimizer_class, budget
         )
 
 
+@pytest.mark.parametrize(
+    ("level", "optimizer_class"), [("O1", torch.optim.SGD), ("O2", FusedAdam)], ids=str
+)
+def test_a_step_does_not_look_for_gpus(level, optimizer_class):
+    """With torch for CUDA, ``is_available`` reads the environment and counts devices."""
+    asked = {function for _, function in frames_of_step(level, optimizer_class)}
+    assert "capturing" in asked
+    assert "is_available" not in asked
+
+
 def test_frames_are_counted_with_those_of_nested_calls_and_without_comprehensions():
     def inner():
         return [0 for _ in range(3)]
