@@ -60,6 +60,7 @@ class Program:
         model = nn.Sequential(*layers).to(DEVICE)
         options: Any = {"loss_scale": scale, "growth_interval": 3, "init_scale": 256.0}
         self.busy, self.clears = busy, clears
+        self.factor = torch.ones((), device=DEVICE, dtype=F32)
         self.saved: Any = None
         self.model, self.optimizer = amp.initialize(
             model, MAKERS[name](model.parameters()), opt_level=level, verbosity=0, **options
@@ -70,7 +71,7 @@ class Program:
         if self.clears == "first":
             self.optimizer.zero_grad()
         for _ in range(1 + self.busy):
-            loss = self.model(x).float().square().mean()
+            loss = self.model(x).float().square().mean() * self.factor
             with amp.scale_loss(loss, self.optimizer) as scaled:
                 scaled.backward()
         if self.busy:
@@ -171,6 +172,10 @@ def _evaluated(program: Program) -> None:
     program.model.train()
 
 
+def _factor(program: Program) -> None:
+    program.factor = torch.full((), 0.5, device=DEVICE, dtype=F32)
+
+
 def _masters_written(program: Program) -> None:
     with torch.no_grad():
         for master in amp.master_params(program.optimizer):
@@ -189,6 +194,7 @@ FOLLOWED: dict[str, tuple[Callable[[Program], Any], int]] = {
     "model.load_state_dict": (lambda p: p.model.load_state_dict(p.saved[2]), 0),
     "a hook": (lambda p: p.model[0].register_forward_hook(lambda m, a, out: out * 2), 1),
     "evaluation": (_evaluated, 0),
+    "a tensor that it reads": (_factor, 1),
     "masters": (_masters_written, 0),
     "a backward": (lambda p: p.model(batch(1, overflows=False)).float().sum().backward(), 0),
 }
@@ -306,6 +312,33 @@ def what_cannot_be_captured_is_named(name: str, seen: bool) -> str:
         amp.reset()
     if name == "a CPU scalar" and not seen:
         return "captured: CUDA takes its value"
+    same(found[0], found[1], "weights")
+    need(len(said) == 1, f"warned {len(said)} times: {said}")
+    need(__file__ in said[0], f"no line of the program: {said[0]}")
+    return said[0][80:240]
+
+
+@check()
+def a_tensor_that_each_call_replaces_is_named() -> str:
+    """A hidden state that the program keeps; weights are those of single steps."""
+    found: list[Any] = []
+    said: list[str] = []
+    for in_a_graph in (False, True):
+        program = Program("O1")
+
+        def step(x: Tensor, program: Program = program) -> Tensor:
+            loss = program.step(x)
+            program.factor = (program.factor * 0.5 + loss).detach()
+            return loss
+
+        work: Any = amp.capture(step) if in_a_graph else step
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(8):
+                work(batch(number, overflows=False))
+        said += [str(one.message) for one in caught if "amp.capture" in str(one.message)]
+        found.append(copies(program.model.parameters()))
+        amp.reset()
     same(found[0], found[1], "weights")
     need(len(said) == 1, f"warned {len(said)} times: {said}")
     need(__file__ in said[0], f"no line of the program: {said[0]}")

@@ -249,7 +249,10 @@ class CapturedStep(Generic[_Results]):
         if probe is not None and probe.found:
             self._give_up(probe.found)
         elif probe is not None and is_settled(states):
-            self._followed, self._since = Followed(optimizers, probe.clears), 0
+            self._followed, self._since = (
+                Followed(optimizers, probe.clears, probe.read_elsewhere()),
+                0,
+            )
             self._reports = Reports(states)
         return found
 

@@ -21,6 +21,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from apex.amp.gradients import captures
@@ -107,6 +108,12 @@ def _equal(new: Any, old: Any) -> bool:
     return isinstance(new, (int, float, str, tuple)) and bool(new == old)
 
 
+def is_gone(storage: StorageWeakRef) -> bool:
+    """Whether nobody holds the memory any more."""
+    gone: bool = storage.expired()  # type: ignore[no-untyped-call]
+    return gone
+
+
 def modules_of(trainings: Iterable[Training]) -> list[torch.nn.Module]:
     """All modules of the models that went through ``initialize``."""
     models = [model for one in trainings for ref, _ in one._models if (model := ref()) is not None]
@@ -175,12 +182,19 @@ class Followed:
     """What the graph of a function depends on, of the ``optimizers`` that the function steps.
 
     ``clears`` says whether the function does not add to gradients of these weights that it finds.
+    ``read`` is the memory that it reads and that neither amp nor a module holds.
 
     Raises:
         RuntimeError: There is something that cannot be captured.
     """
 
-    def __init__(self, optimizers: Sequence[Any], clears: Callable[[Any], bool]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        clears: Callable[[Any], bool],
+        read: Sequence[StorageWeakRef],
+    ) -> None:
+        self._read = list(read)
         self.optimizers = list(optimizers)
         self.states = [state_to_capture(optimizer) for optimizer in self.optimizers]
         self._trainings = list(dict.fromkeys([state.training for state in self.states]))
@@ -227,6 +241,9 @@ class Followed:
     def captured(self, held: list[torch.Tensor]) -> None:
         """Note the gradients that were there before and to which the graph writes."""
         self._held, self._left = held, self._gradients()
+        for state in self.states:  # goes with the graph, not with the ledger
+            self._held += state.ledger.in_graphs
+            state.ledger.in_graphs = []
 
     # -- before a call -----------------------------------------------------------------------------
 
@@ -246,6 +263,8 @@ class Followed:
                 return f"what amp knows of {type(optimizer).__name__}"
             if state.params.exposed and not exposes:  # what the forward would do
                 state.params.reconcile()
+        if any(map(is_gone, self._read)):
+            return "a tensor that it reads and does not get as an argument (write to it in place)"
         if not self._clears and not all(map(is_, self._gradients(), self._left)):
             return "gradients (call zero_grad in the function, before its backward)"
         for rate in self.rates:
