@@ -157,7 +157,8 @@ class Skipped:
 
     def __init__(self, state: OptimizerState) -> None:
         self._ledger = state.ledger
-        self._flag = flag = torch.zeros((), device=state.params.targets[0].device)
+        device = state.params.targets[0].device
+        self._flag = flag = torch.zeros((), device=device, dtype=torch.float32)
         scaler, ledgers = state.training.loss_scalers[0], [self._ledger]
         before = Pass(scaler, 0, ledgers, flag, found_inf=flag, counted=flag - 1)
         self._left = Left([before])
