@@ -96,12 +96,12 @@ def table(frames, rows=None):
 @pytest.mark.parametrize(
     ("level", "optimizer_class", "budget"),
     [
-        ("O0", torch.optim.SGD, 70),
+        ("O0", torch.optim.SGD, 60),
         ("O1", torch.optim.SGD, 120),
         ("O2", torch.optim.SGD, 135),
-        ("O4", torch.optim.SGD, 130),
-        ("O5", torch.optim.SGD, 200),
-        ("O2", FusedAdam, 250),
+        ("O4", torch.optim.SGD, 70),
+        ("O5", torch.optim.SGD, 125),
+        ("O2", FusedAdam, 175),
     ],
 )
 def test_a_step_stays_within_its_budget_of_frames(level, optimizer_class, budget):
