@@ -35,6 +35,7 @@ def test_readme_has_the_versions_and_dates_that_are_pinned():
     assert sorted(TABLE) == sorted(client.versions[0] for client in CLIENTS.values())
     (torch,) = {client.versions[1] for client in CLIENTS.values()}
     assert torch in README.partition("\n\n")[0].replace("\n", " ")
+    assert f"\n| {torch} | " in README  # the table of torch's releases
 
 
 @pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS.keys())
