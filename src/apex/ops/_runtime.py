@@ -130,8 +130,12 @@ def not_compiled(function: _Function) -> _Function:
 
 
 def capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether what is launched now goes into a CUDA graph: not before torch has initialized CUDA.
+
+    ``torch.cuda.is_available`` would count devices each time: 7 Python calls with torch for CUDA.
+    """
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return has_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
