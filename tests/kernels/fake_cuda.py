@@ -254,6 +254,7 @@ def fake_cuda():
     )
     stand_ins = {
         "is_available": lambda: True,
+        "is_initialized": lambda: True,
         "device_count": lambda: 2,
         "current_device": lambda: devices.current,
         "current_stream": devices.stream,

@@ -202,7 +202,7 @@ def run_stored(
         scalars: Of the update.
         options: Skipping and storage.
     """
-    stores = _stores(
+    stores = stores_of(
         len(columns) - 2, options.write_grads, options.extra is not None, options.storage is PLAIN
     )
     if options.extra is not None:
@@ -218,7 +218,9 @@ def run_stored(
 
 
 @functools.cache
-def _stores(states: int, grads: bool, extra: bool, plain: bool) -> tuple[tuple[int, int], ...]:
+def stores_of(
+    states: int, grads: bool = False, extra: bool = False, plain: bool = True
+) -> tuple[tuple[int, int], ...]:
     """Which new value is written to which column."""
     stores = [(PARAM + i, i) for i in range(1 + states)]
     if grads:
