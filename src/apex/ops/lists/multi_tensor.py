@@ -119,13 +119,14 @@ class _Call(NamedTuple):
     flags: tuple[int, ...]
     largest: bool
     dense: bool
+    also: Sequence[TensorList] | None
 
     @property
     def device(self) -> torch.device:
         return self.columns[0][0].device
 
 
-def run(
+def run(  # noqa: PLR0913 - one launch; all but four have a default
     update: Update,
     columns: Sequence[TensorList],
     stores: tuple[tuple[int, int], ...],
@@ -139,6 +140,7 @@ def run(
     flags: tuple[int, ...] = (),
     largest: bool = False,
     dense: bool = False,
+    also: Sequence[TensorList] | None = (),
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns, in place.
 
@@ -159,6 +161,8 @@ def run(
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.tensor_lists.odd_positions`.
+        also: Columns that the caller's next call writes: autograd is told of them with those that
+            this one writes, in one pass over all. ``None`` in that next call.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
@@ -167,16 +171,21 @@ def run(
         return torch.zeros(len(sums), 0, device="cpu", dtype=torch.float32) if sums else None
     flags = flags if flag is not None else ()
     call = _Call(
-        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
+        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense,
+        also,
     )  # fmt: skip
     dtypes = {column[0].dtype for column in columns}
     if codec.quantized:
         dtypes.discard(torch.uint8)
-    if not _runtime.can_fuse(columns[0][0].device) or not dtypes <= FUSABLE:
-        return _reference(call)
-    odd = [] if call.dense else odd_positions(columns)
-    if not odd:
+    fuses = _runtime.can_fuse(columns[0][0].device) and dtypes <= FUSABLE
+    odd = odd_positions(columns) if fuses and not call.dense else []
+    if fuses and not odd:
         return _fused(call)
+    if also:  # as `_fused` does
+        torch.autograd.graph.increment_version(chain.from_iterable(also))
+        call = call._replace(also=())
+    if not fuses:
+        return _reference(call)
     others = sorted({*range(len(columns[0]))}.difference(odd))
     parts = [(odd, _reference(_part(call, odd)))]
     if others:
@@ -361,7 +370,8 @@ def _fused(call: _Call) -> torch.Tensor | None:
     if quantized:
         more = _of_codes(call, shapes, tables[len(call.columns) :])
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
-    torch.autograd.graph.increment_version(chain.from_iterable(written))
+    if call.also is not None:
+        torch.autograd.graph.increment_version(chain.from_iterable([*written, *call.also]))
     known, repeats, what = None, list[Any](), None
     if call.noop is None and not call.sums and torch.Tensor not in {*map(type, call.scalars)}:
         what = call.update, call.stores, call.codec, _dtypes(call.columns)

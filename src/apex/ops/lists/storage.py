@@ -193,6 +193,8 @@ def run_stored(
     columns: Sequence[TensorList],
     scalars: tuple[Scalar, ...],
     options: StepOptions,
+    *,
+    told: bool = False,
 ) -> None:
     """Run an optimizer's update on weights stored in some way.
 
@@ -201,6 +203,7 @@ def run_stored(
         columns: Gradients, weights, states.
         scalars: Of the update.
         options: Skipping and storage.
+        told: Whether autograd has been told of what is written.
     """
     stores = stores_of(
         len(columns) - 2, options.write_grads, options.extra is not None, options.storage is PLAIN
@@ -214,6 +217,7 @@ def run_stored(
     run(
         update, columns, stores, scalars, noop=options.noop,
         codec=options.storage.codec(options.quantized), seed=seed, dense=options.dense,
+        also=None if told else (),
     )  # fmt: skip
 
 
