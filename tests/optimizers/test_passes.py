@@ -91,7 +91,7 @@ def test_no_frame_a_tensor_where_some_pause(kind, options, most):
     assert opened[0] == opened[1]
 
 
-@pytest.mark.parametrize(("name", "most"), [("FusedAdam", 39), ("FusedSGD", 31)])
+@pytest.mark.parametrize(("name", "most"), [("FusedAdam", 35), ("FusedSGD", 26)])
 def test_frames_of_a_launch_that_is_made_again(name, most):
     """Of ours, where all but numbers is as it was."""
     kind, options, _ = PASSES[name]

@@ -6,7 +6,7 @@ What is kept of columns, and the launches over them that are made again with oth
 import pytest
 import torch
 
-from apex.kernels import multi_tensor as kernels
+from apex.kernels._plans import Repeat
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
@@ -107,8 +107,8 @@ EDITS = (
 @pytest.fixture
 def again(monkeypatch):
     """The launches that are made again."""
-    made, launch_again = [], kernels.launch_again
-    monkeypatch.setattr(kernels, "launch_again", lambda *x: (made.append(x), launch_again(*x)))
+    made, launch = [], Repeat.launch
+    monkeypatch.setattr(Repeat, "launch", lambda *x: (made.append(x), launch(*x)))
     return made
 
 

@@ -300,15 +300,6 @@ def launch(
     return _run(family, layout, arguments, largest)
 
 
-def launch_again(repeat: Repeat, device: torch.device, numbers: tuple[float, ...]) -> None:
-    """Make a launch of :func:`launch` again, with other numbers."""
-    if device.type == "cuda" and device.index != current_device():
-        with torch.cuda.device(device):
-            repeat.launch(numbers)
-    else:
-        repeat.launch(numbers)
-
-
 # By whatever the JIT compiles another kernel for, but for addresses. The functions in a key live as
 # long as their family, which holds them.
 _FAMILIES: dict[Any, Family] = {}

@@ -357,7 +357,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             grads: Gradients instead of ``param.grad``, by parameter.
         """
         vars(self).pop("_scaled_step", None)  # where Dynamo traces _step, its pop is lost
-        factor, noop, is_skipped = _read(factor, noop)
+        is_skipped = False
+        if noop is not None or type(factor) is not float:
+            factor, noop, is_skipped = _read(factor, noop)
         if is_skipped:
             return
         kept = [*map(self._slots_of, self.param_groups)]
@@ -589,17 +591,18 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device, kind: Any = None) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""
-        kind = kind or self._numbers
+        kind, shared = kind or self._numbers, self.defaults
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
         for key in ("lr", "weight_decay"):
             value = group[key]
-            is_tensor = isinstance(value, torch.Tensor)
-            found[key] = scalar(value, device) if is_tensor else float(value)
+            if type(value) is not float:
+                value = scalar(value, device) if isinstance(value, torch.Tensor) else float(value)
+            found[key] = value
         numbers = [
             found[name]
             if name in found
-            else (group[name] if name in self.defaults else getattr(self, name))
+            else (group[name] if name in shared else getattr(self, name))
             for name in kind.__match_args__
         ]
         return kind(*numbers)

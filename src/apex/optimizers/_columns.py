@@ -254,8 +254,11 @@ def recalled(
     last: Uniform = optimizer._uniform
     state, slots, count = optimizer.state, last.slots, len(last.numels)
     if len(active) == 1:
-        (_, every, gradients), *_ = active
+        together, ((_, every, gradients),) = [active], active
     else:
+        together = joined(active, optimizer.defaults if optimizer._joins_groups else None, noop)
+        if not all(map(is_, chain.from_iterable(together), active)):
+            return None  # joined in another order
         every = concatenated([one.params for one in active])
         gradients = concatenated([one.grads for one in active])
     if {*kept} != {slots} or not len(every) == len(state) == count:
@@ -263,9 +266,6 @@ def recalled(
     # Each state has these slots, see below; none has more, such as a master.
     if not all(map(is_, state, every)) or sum(map(len, state.values())) != count * len(slots):
         return None
-    together = joined(active, optimizer.defaults if optimizer._joins_groups else None, noop)
-    if len(active) > 1 and not all(map(is_, chain.from_iterable(together), active)):
-        return None  # joined in another order
     try:
         columns = [gradients, every, *_slot_columns(optimizer, state.values(), slots)]
     except KeyError:
@@ -484,8 +484,10 @@ def _slot_columns(
     """The slots of states as columns; ``KeyError`` if one has none."""
     if optimizer._state_form == "8bit":
         return [[*map(eight_bit.stored_as(slot), states)] for slot in kept]
-    if len(kept) < 2:
-        return [[*map(itemgetter(slot), states)] for slot in kept]
+    if len(kept) == 1:
+        return [[*map(itemgetter(*kept), states)]]
+    if not kept:
+        return []
     return [*map(list, zip(*map(itemgetter(*kept), states), strict=True))] or [[] for _ in kept]
 
 

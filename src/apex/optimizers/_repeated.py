@@ -8,8 +8,7 @@ one tensor takes 40 us more (EPYC, torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from apex.ops.lists.multi_tensor import ready
 from apex.optimizers._columns import Recalled
 from apex.optimizers._launches import count_steps
 
-_IS_TENSOR = repeat(torch.Tensor)
+_TENSOR = repeat(torch.Tensor)
 
 
 def repeated(optimizer: Any, found: Recalled, factor: Any) -> bool:
@@ -37,7 +36,11 @@ def repeated(optimizer: Any, found: Recalled, factor: Any) -> bool:
         pieces = last.pieces_of(found.sizes)
     for groups, (numels, addresses) in zip(found.together, pieces, strict=True):
         group = groups[0].group
-        update = None if has_tensors(group) else optimizer._elementwise(group)
+        update = optimizer._elementwise(group)
+        # Of a tensor a launch passes the address. The other numbers of a group are numbers.
+        values = group["lr"], group["weight_decay"], group.get("step")
+        if any(map(isinstance, values, _TENSOR)):
+            return False
         launch = update and ready((update, *last.how), numels, addresses, device)
         if launch is None:
             return False
@@ -50,8 +53,3 @@ def repeated(optimizer: Any, found: Recalled, factor: Any) -> bool:
         numbers = optimizer._numbers_of(group, device).scalars(factor)
         launch(tuple(map(float, numbers)))
     return True
-
-
-def has_tensors(group: Mapping[str, Any]) -> bool:
-    """Whether a number of a group is a tensor."""
-    return any(map(isinstance, chain(group.values(), group.get("betas", ())), _IS_TENSOR))

@@ -163,8 +163,7 @@ class FusedSGD(FusedOptimizer):
         elif scale != 1.0:
             factor = factor / scale
         super().step_scaled(factor, noop, **options)
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
 
     def _elementwise(self, group: Mapping[str, Any]) -> Update | None:
         if not group["momentum"]:
