@@ -46,7 +46,16 @@ def keep(program: str, arguments: list[str], file: Path) -> int:
 
 
 def _commit() -> str:
-    words = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
+    """The commit, and ``-dirty`` if files other than results differ from it."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)benchmarks/results"
+    )
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*words: str) -> str:
+    words = ("git", "-C", str(RESULTS.parents[1]), *words)
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -2,9 +2,11 @@
 
 A replay calls each function, and each kernel of Triton's interpreter, with the memory of the
 capture and puts the results where those of the capture are. So it sees what was written in place
-meanwhile, and nothing that was replaced. No Python code of the program runs again, and no version
-of a tensor of the program changes. What makes the host wait is refused, as CUDA does. Other than
-CUDA the capture computes, too: it is the first replay. One that has failed is taken back.
+meanwhile, and nothing that was replaced. As CUDA's graphs it holds the memory that it made, and no
+other: a replay that reads what was freed meanwhile is refused. No Python code of the program runs
+again, and no version of a tensor of the program changes. What makes the host wait is refused, as
+CUDA does. Other than CUDA the capture computes, too: it is the first replay. One that has failed is
+taken back.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ from functools import partial
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -46,7 +49,7 @@ class RecordedGraph(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.before = [], []
+        self.calls, self.before, self.made = [], [], set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -58,8 +61,21 @@ class RecordedGraph(TorchDispatchMode):
                 written = [x.data for x in tree_flatten(given)[0] if isinstance(x, torch.Tensor)]
                 self.before += [(tensor, tensor.clone()) for tensor in written]
         out = func(*args, **kwargs)
-        self.calls.append((func, *tree_map(_memory, (args, kwargs, out))))
+        is_new = func is aten.lift_fresh.default  # torch.tensor(0.5)
+        self.made |= {_key(x) for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)} - (
+            set() if is_new else {_key(x) for x in tree_flatten((args, kwargs))[0]}
+        )
+        self.calls.append((func, *tree_map(self._memory, (args, kwargs, out))))
         return out
+
+    def _memory(self, value):
+        """The memory of a tensor as it is now; ``param.data = other`` does not move it.
+
+        Writes to it change no version of the tensor.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.data if _key(value) in {None, *self.made} else Outside(value)
 
     @contextlib.contextmanager
     def capture(self):
@@ -69,7 +85,8 @@ class RecordedGraph(TorchDispatchMode):
         random, launch = torch.get_rng_state(), GridExecutor.__call__
 
         def recorded(kernel, *args, **kwargs):
-            self.calls.append((partial(launch, kernel), *tree_map(_memory, (args, kwargs)), None))
+            given = tree_map(self._memory, (args, kwargs))
+            self.calls.append((partial(launch, kernel), *given, None))
             return launch(kernel, *args, **kwargs)
 
         def refused(tensor, *args, **kwargs):
@@ -102,18 +119,39 @@ class RecordedGraph(TorchDispatchMode):
     @torch.autocast("cpu", enabled=False)  # what was recorded is below it
     def replay(self):
         for func, args, kwargs, out in self.calls:
+            args, kwargs, out = tree_map(_there, (args, kwargs, out))
             now = func(*args, **kwargs)
             for old, new in zip(tree_flatten(out)[0], tree_flatten(now)[0], strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new.detach())
 
 
-def _memory(value):
-    """The memory of a tensor as it is now; ``param.data = other`` does not move it.
+class Outside:
+    """A tensor that a graph did not make: where it is, without holding its memory."""
 
-    Writes to it change no version of the tensor.
-    """
-    return value.data if isinstance(value, torch.Tensor) else value
+    def __init__(self, tensor):
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.dtype, self.place = (
+            tensor.dtype,
+            (tensor.storage_offset(), tensor.shape, tensor.stride()),
+        )
+
+    def tensor(self):
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise RuntimeError(f"a replay reads memory that was freed: {self.dtype}, {self.place}")
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, *self.place)
+
+
+def _there(value):
+    return value.tensor() if isinstance(value, Outside) else value
+
+
+def _key(value):
+    try:
+        return value.untyped_storage()._cdata
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
 
 
 class RecordedDeviceGraph(device.DeviceGraph):
@@ -129,6 +167,7 @@ class RecordedDeviceGraph(device.DeviceGraph):
         graph = RecordedGraph()
         with graph.capture():
             found = work()
+        graph.before.clear()  # which holds memory that the graph has written
         self.graph, self.is_first = graph, True
         return found
 

@@ -71,8 +71,8 @@ class Moved(LossScaler):
 
 def test_a_scale_that_is_replaced_is_seen(monkeypatch):
     monkeypatch.setattr(frontend, "LossScaler", Moved)
-    single, replayed, _ = both_ways("O1", MAKERS["FusedAdam"], "dynamic")
-    assert not equal(single, replayed)
+    with pytest.raises(RuntimeError, match="a replay reads memory that was freed"):
+        both_ways("O1", MAKERS["FusedAdam"], "dynamic")
 
 
 @pytest.mark.slow

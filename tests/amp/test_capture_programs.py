@@ -200,6 +200,28 @@ def test_gradients_that_the_program_gives_or_clears(function, before, replays, l
     assert replays is None or step.replays == replays
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("odd", [(), (7, 8), (6, 8, 12)])
+@pytest.mark.parametrize("function", [never_clears, clears_last])
+def test_a_skipped_steps_gradients_are_dropped(function, odd, level):
+    """Of a replay and of a call without the graph (``odd``), in the next call of either kind."""
+
+    def call(program, step, number):
+        if number % 5 == 0:
+            program.optimizer.zero_grad()
+        x = batch(number + 20, overflows=False)[: 4 if number in odd else 6]
+        if number in (6, 7, 11, 12):
+            x[0, 0] = float("inf")
+        return step(x)
+
+    def work(program):
+        return functools.partial(function, program)
+
+    single, replayed, step = both_ways(work, call, level=level, steps=16)
+    assert equal(single, replayed)
+    assert step.replays > 2
+
+
 def test_two_steps_of_one_model():
     """As a generator and a discriminator have: each leaves gradients that the other clears."""
     found = []
@@ -248,6 +270,127 @@ def test_what_the_function_changes_is_named(function, text):
 
     with pytest.warns(UserWarning, match=text):
         is_equal(work, lambda program, step, n: step(x_of(n)), 0, level="O1")
+
+
+class Carries(nn.Module):
+    """A recurrent layer that keeps its hidden state from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.hidden = nn.RNNCell(8, 8), torch.zeros(6, 8)
+
+    def forward(self, x):
+        hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return hidden
+
+
+def keeps_a_hidden_state(program):
+    program.model = nn.RNNCell(8, 4)
+    program.model, program.optimizer = amp.initialize(
+        program.model, KIND(program.model.parameters()), opt_level="O1", verbosity=0
+    )
+    hidden = [torch.zeros(6, 4)]
+
+    def step(x):
+        program.optimizer.zero_grad()
+        new = program.model(x, hidden[0])
+        hidden[0] = new.detach()
+        loss = new.float().square().mean()
+        with amp.scale_loss(loss, program.optimizer) as scaled:
+            scaled.backward()
+        program.optimizer.step()
+        return loss
+
+    return step
+
+
+def keeps_it_in_a_module(program):
+    carries = Carries()
+
+    def step(x):
+        with torch.no_grad():
+            carries(x)
+        return program.step(x * (1 + carries.hidden.mean()))["loss"]
+
+    return step
+
+
+def averages_weights(program):
+    averages = [weight.data.clone() for weight in program.model.parameters()]
+    program.averages = averages
+
+    def step(x):
+        loss = program.step(x)["loss"]
+        for place, weight in enumerate(program.model.parameters()):
+            averages[place] = averages[place] * 0.9 + weight.data * 0.1
+        return loss, averages[0]
+
+    return step
+
+
+@pytest.mark.parametrize("work", [
+    keeps_a_hidden_state, keeps_it_in_a_module, averages_weights,
+])  # fmt: skip
+def test_what_each_call_replaces_is_named(work):
+    text = r"test_capture_programs.py:\d+ .* reads a tensor from the call before"
+    with pytest.warns(UserWarning, match=text):
+        is_equal(work, lambda program, step, n: step(x_of(n)[:6]), 0, level="O1")
+
+
+def test_what_a_call_keeps_or_writes_in_place_is_captured():
+    """A cache made once, an average in place, a log of losses, the last result."""
+
+    def work(program):
+        kept = {"average": [weight.data.clone() for weight in program.model.parameters()]}
+        losses = []
+
+        def step(x):
+            if "mask" not in kept:
+                kept["mask"] = torch.ones(8)
+            loss = program.step(x * kept["mask"] * torch.tensor(0.5))["loss"]
+            for average, weight in zip(kept["average"], program.model.parameters(), strict=True):
+                average.mul_(0.9).add_(weight.data, alpha=0.1)
+            losses.append(loss.detach())
+            kept["last"] = loss.detach()
+            return loss, kept["average"][0].clone()
+
+        return step
+
+    is_equal(work, lambda program, step, n: step(x_of(n)), 9)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_graph_has_memory_of_its_own_for_gradients_of_masters(level):
+    """With two passes, and a step of the program's that holds what the one before it had."""
+
+    def work(program):
+        program.busy = True
+        return lambda x: program.step(x)["loss"]
+
+    def call(program, step, number):
+        if number in (5, 9):
+            held = [master.grad for master in amp.master_params(program.optimizer)]
+            program.step(x_of(number + 20))
+            del held
+        return step(x_of(number))
+
+    is_equal(work, call, 9, level=level)
+
+
+def test_a_tensor_that_the_program_replaces_is_followed():
+    """By a new capture: the graph would read memory that others may have."""
+
+    def work(program):
+        program.factor = torch.ones(())
+        return lambda x: program.step(x * program.factor)["loss"]
+
+    def call(program, step, number):
+        if number == 6:
+            program.factor = torch.full((), 0.5)
+        return step(x_of(number))
+
+    is_equal(work, call, 8)
 
 
 def test_other_optimizers_in_other_calls_are_named():

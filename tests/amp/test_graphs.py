@@ -71,10 +71,10 @@ class Program:
         model, options = torch.nn.Sequential(*layers), {"growth_interval": 3, **options}
         self.model, self.optimizer = started(level, model, kind, loss_scale=scale, **options)
         self.x, self.loss, self.graph = torch.zeros(6, 8), None, None
-        self.overflows, self.held = scale == "dynamic", []
+        self.overflows, self.held, self.to_none = scale == "dynamic", [], True
 
     def step(self):
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.to_none)
         loss = self.model(self.x).float().square().mean()
         with amp.scale_loss(loss, self.optimizer) as scaled:
             scaled.backward()
@@ -90,6 +90,7 @@ class Program:
             self.graph = RecordedGraph()
             with self.graph.capture():
                 loss = self.loss = self.step()
+            self.graph.before.clear()  # which holds memory that the graph has written
         else:
             self.graph.replay()
             loss = self.loss
@@ -120,6 +121,19 @@ def assert_replays_are_single_steps(*arguments, program=Program, **options):
     assert replayed[0] == single[0]
     assert all(tensor.isfinite().all() for tensor in single[1])
     assert [*map(torch.equal, replayed[1], single[1])] == [True] * len(single[1])
+
+
+class Zeroed(Program):
+    """Gradients are set to zeros."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.to_none = False
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_gradients_may_be_set_to_zeros(level):
+    assert_replays_are_single_steps(level, EVERY["FusedAdam"], "dynamic", program=Zeroed)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -37,18 +37,30 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Program:
-    """A training whose step can be captured; ``busy``: clipping, two passes, dropout."""
+    """A training whose step can be captured; ``busy``: clipping, two passes, dropout.
+
+    ``buffers``: a batch norm, whose statistics a step writes. ``clears``: when a step clears the
+    gradients.
+    """
 
     def __init__(
-        self, level: str = "O2", name: str = "FusedAdam", scale: Any = "dynamic", busy: bool = False
+        self,
+        level: str = "O2",
+        name: str = "FusedAdam",
+        scale: Any = "dynamic",
+        busy: bool = False,
+        buffers: bool = False,
+        clears: str = "first",
     ) -> None:
         torch.manual_seed(0)
         made_on: Any = {"device": "cpu", "dtype": F32}
         layers = [nn.Linear(16, 64, **made_on), nn.GELU(), nn.Dropout(0.25 * busy)]
+        layers += [nn.BatchNorm1d(64, **made_on)] if buffers else []
         layers += [nn.Linear(64, 4, **made_on)]
         model = nn.Sequential(*layers).to(DEVICE)
         options: Any = {"loss_scale": scale, "growth_interval": 3, "init_scale": 256.0}
-        self.busy = busy
+        self.busy, self.clears = busy, clears
+        self.factor = torch.ones((), device=DEVICE, dtype=F32)
         self.saved: Any = None
         self.model, self.optimizer = amp.initialize(
             model, MAKERS[name](model.parameters()), opt_level=level, verbosity=0, **options
@@ -56,14 +68,17 @@ class Program:
 
     def step(self, x: Tensor) -> Tensor:
         """Take a step."""
-        self.optimizer.zero_grad()
+        if self.clears == "first":
+            self.optimizer.zero_grad()
         for _ in range(1 + self.busy):
-            loss = self.model(x).float().square().mean()
+            loss = self.model(x).float().square().mean() * self.factor
             with amp.scale_loss(loss, self.optimizer) as scaled:
                 scaled.backward()
         if self.busy:
             amp.clip_grad_norm_(self.optimizer, 0.5)
         self.optimizer.step()
+        if self.clears == "last":
+            self.optimizer.zero_grad()
         return loss
 
     def save(self) -> None:
@@ -80,7 +95,9 @@ def batch(number: int, *, overflows: bool) -> Tensor:
     return x
 
 
-def _trained(in_a_graph: bool, change: Any = None, **options: Any) -> tuple[list[Any], Any, Any]:
+def _trained(
+    in_a_graph: bool, change: Any = None, before: Any = None, **options: Any
+) -> tuple[list[Any], Any, Any]:
     program = Program(**options)
     step: Any = amp.capture(program.step) if in_a_graph else program.step
     seen: list[Any] = []
@@ -95,21 +112,25 @@ def _trained(in_a_graph: bool, change: Any = None, **options: Any) -> tuple[list
             program.save()
         if number == CHANGE and change is not None:
             change(program)
+        if before is not None:
+            before(program, number)
         loss = step(batch(number, overflows=options.get("scale") != STATIC))
         outcome = amp.outcome(program.optimizer).numbers()
         seen.append((str(loss.item()), amp.state_dict(), outcome))
-    left = copies([*program.model.parameters(), *amp.master_params(program.optimizer)])
+    state = program.model.state_dict().values()  # weights and buffers
+    left = copies([*state, *amp.master_params(program.optimizer)])
     amp.reset()
     return seen, left, step
 
 
 def _captured_as_single(replays: int, change: Any = None, **options: Any) -> str:
+    """Compare; ``replays``: how many there are, -1 for any number."""
     expected, exact, _ = _trained(False, change, **options)
     seen, left, step = _trained(True, change, **options)
     for number, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
         need(found == wanted, f"step {number}: {found}; without a graph: {wanted}")
-    same(left, exact, "weights and masters")
-    need(step.replays == replays, f"{step.replays} replays, not {replays}: {step!r}")
+    same(left, exact, "weights, buffers and masters")
+    need(replays in (-1, step.replays), f"{step.replays} replays, not {replays}: {step!r}")
     return repr(step)
 
 
@@ -125,6 +146,12 @@ def captured_steps_are_single_steps(level: str, name: str, busy: bool) -> str:
 def captured_steps_at_a_static_scale_are_single_steps(name: str) -> str:
     """At O2: counts of steps are put on the device."""
     return _captured_as_single(STEPS - 4, name=name, scale=STATIC)
+
+
+@check(*LEVELS)
+def buffers_are_those_of_single_steps(level: str) -> str:
+    """Mean, variance and count of a batch norm."""
+    return _captured_as_single(STEPS - 4, level=level, buffers=True)
 
 
 # --- what changes between replays -----------------------------------------------------------------
@@ -145,6 +172,10 @@ def _evaluated(program: Program) -> None:
     program.model.train()
 
 
+def _factor(program: Program) -> None:
+    program.factor = torch.full((), 0.5, device=DEVICE, dtype=F32)
+
+
 def _masters_written(program: Program) -> None:
     with torch.no_grad():
         for master in amp.master_params(program.optimizer):
@@ -163,6 +194,7 @@ FOLLOWED: dict[str, tuple[Callable[[Program], Any], int]] = {
     "model.load_state_dict": (lambda p: p.model.load_state_dict(p.saved[2]), 0),
     "a hook": (lambda p: p.model[0].register_forward_hook(lambda m, a, out: out * 2), 1),
     "evaluation": (_evaluated, 0),
+    "a tensor that it reads": (_factor, 1),
     "masters": (_masters_written, 0),
     "a backward": (lambda p: p.model(batch(1, overflows=False)).float().sum().backward(), 0),
 }
@@ -173,6 +205,34 @@ def a_change_is_followed(what: str) -> str:
     """At O2."""
     change, captures = FOLLOWED[what]
     return _captured_as_single(STEPS - 4 - captures, change)
+
+
+def _backward(program: Program, number: int) -> None:
+    if number in (5, CHANGE):
+        with amp.scale_loss(
+            program.model(batch(number + 20, overflows=False)).float().sum(), program.optimizer
+        ) as scaled:
+            scaled.backward()
+
+
+def _clear(program: Program, number: int) -> None:
+    if number % 5 == 0:
+        program.optimizer.zero_grad()
+
+
+# What a program does before a step, when the step clears gradients, and how often it is replayed.
+GRADIENTS: dict[str, tuple[Callable[[Program, int], None], str, int]] = {
+    "given, cleared first": (_backward, "first", STEPS - 4),
+    "given, cleared last": (_backward, "last", -1),
+    "cleared outside": (_clear, "never", -1),
+}
+
+
+@check(*((level, what) for level in ("O1", "O2") for what in GRADIENTS))
+def gradients_from_outside_are_followed(level: str, what: str) -> str:
+    """A backward, or a ``zero_grad``, between two steps."""
+    before, clears, replays = GRADIENTS[what]
+    return _captured_as_single(replays, before=before, level=level, clears=clears)
 
 
 def _replaced(program: Program) -> None:
@@ -252,6 +312,33 @@ def what_cannot_be_captured_is_named(name: str, seen: bool) -> str:
         amp.reset()
     if name == "a CPU scalar" and not seen:
         return "captured: CUDA takes its value"
+    same(found[0], found[1], "weights")
+    need(len(said) == 1, f"warned {len(said)} times: {said}")
+    need(__file__ in said[0], f"no line of the program: {said[0]}")
+    return said[0][80:240]
+
+
+@check()
+def a_tensor_that_each_call_replaces_is_named() -> str:
+    """A hidden state that the program keeps; weights are those of single steps."""
+    found: list[Any] = []
+    said: list[str] = []
+    for in_a_graph in (False, True):
+        program = Program("O1")
+
+        def step(x: Tensor, program: Program = program) -> Tensor:
+            loss = program.step(x)
+            program.factor = (program.factor * 0.5 + loss).detach()
+            return loss
+
+        work: Any = amp.capture(step) if in_a_graph else step
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(8):
+                work(batch(number, overflows=False))
+        said += [str(one.message) for one in caught if "amp.capture" in str(one.message)]
+        found.append(copies(program.model.parameters()))
+        amp.reset()
     same(found[0], found[1], "weights")
     need(len(said) == 1, f"warned {len(said)} times: {said}")
     need(__file__ in said[0], f"no line of the program: {said[0]}")

@@ -58,7 +58,7 @@ def test_no_memory_for_unscaling(level, delayed, monkeypatch):
     model, optimizer = row(level)
     block(model, optimizer, delay_unscale=delayed)
 
-    def no_memory(*args):
+    def no_memory(*args, **options):
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:

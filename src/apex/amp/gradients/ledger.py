@@ -164,6 +164,8 @@ class Pass:
         is_captured = _runtime.waits(self.loss.device) and _runtime.capturing()
         for ledger in self.ledgers:
             ledger.is_captured = is_captured
+            if is_captured:
+                ledger.in_graphs += ledger.stash.values()
         delayed = delayed or not self.synchronised
         if delayed or (check and self.ledgers[0].fused and self._try_to_keep_scaled()):
             for ledger in self.ledgers:
@@ -218,6 +220,7 @@ class Ledger:
         had_grads: Whether the last pass left gradients, where there is a ``process_group``.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
         is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
+        in_graphs: Gradients that were put aside in captures: the graphs read and write them.
         began: How many times a block was opened or gradients were cleared.
         steps: How many steps were taken or skipped, as far as the host has made them.
         scaled_elsewhere: Weights with the gradients that a block without this optimizer has
@@ -237,6 +240,7 @@ class Ledger:
     had_grads: bool = False
     is_unreduced: bool = False
     is_captured: bool | None = None
+    in_graphs: list[torch.Tensor] = field(default_factory=list)
     began: int = 0
     steps: int = 0
     scaled_elsewhere: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
@@ -403,7 +407,9 @@ class Ledger:
         if done:
             plain = [tensor for tensor in plain if id(tensor) not in done]
         done |= params.ids
-        found_inf, widened = unscale_into(grads_of(plain), pairs, shared, scale)
+        found_inf, widened = unscale_into(
+            grads_of(plain), pairs, shared, scale, is_captured=bool(self.is_captured)
+        )
         if widened:
             accumulate(widened)
         if params.weights:

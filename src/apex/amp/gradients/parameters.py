@@ -84,7 +84,8 @@ class KeptGradients:
     """Uninitialised float32 gradients; the small ones have the memory of those of the last pass.
 
     It is used again when nothing else holds a tensor or its memory: when they have as many owners,
-    in Python and in C++, as at first. Memory that was shared with another process has moved.
+    in Python and in C++, as at first. Memory that was shared with another process has moved. A CUDA
+    graph gets memory of its own: it would write to what is given up here later.
     """
 
     def __init__(self) -> None:
@@ -106,9 +107,11 @@ class KeptGradients:
         owners = *in_python, list(map(count, tensors)), list(map(_compat.storage_use_count, in_c))
         return *owners, addresses(tensors), list(map(_REQUIRES_GRAD, tensors))
 
-    def like(self, grads: Sequence[torch.Tensor], masters: Any) -> list[torch.Tensor]:
+    def like(
+        self, grads: Sequence[torch.Tensor], masters: Any, *, is_captured: bool
+    ) -> list[torch.Tensor]:
         """Gradients of the shapes and devices of ``grads``, kept for the same ``masters``."""
-        if _compat.storage_use_count is None:
+        if _compat.storage_use_count is None or is_captured:
             return [_empty_float32(grad) for grad in grads]
         if self._masters != masters or self._state() != self._at_first:
             self._keep(grads, masters)
@@ -248,11 +251,11 @@ class Pairs:
     # -- gradients -----------------------------------------------------------------------------
 
     def widen(
-        self, owners: Owners, *, fill: bool
+        self, owners: Owners, *, fill: bool, is_captured: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Make float32 copies of the weights' gradients; a master without a gradient gets its copy.
 
-        ``fill=False`` leaves it to the caller to fill the copies.
+        ``fill=False`` leaves it to the caller to fill the copies; ``is_captured`` in a CUDA graph.
 
         Returns:
             The gradients, their copies, and those copies that are still to be added to a master's
@@ -268,7 +271,7 @@ class Pairs:
             copies = [grad.float() for grad in grads]
         else:
             masters = table.changes, [master for _, _, master in rows]
-            copies = self._kept.like(grads, masters)
+            copies = self._kept.like(grads, masters, is_captured=is_captured)
             if fill and copies:
                 torch._foreach_copy_(copies, grads)
         more = []
@@ -573,7 +576,12 @@ class Parameters(Pairs):
 
 
 def unscale_into(
-    grads: Sequence[torch.Tensor], pairs: Pairs, owners: Owners, scale: torch.Tensor | float
+    grads: Sequence[torch.Tensor],
+    pairs: Pairs,
+    owners: Owners,
+    scale: torch.Tensor | float,
+    *,
+    is_captured: bool,
 ) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Unscale ``grads`` in place, and the gradients of 16-bit weights into float32 copies.
 
@@ -589,7 +597,7 @@ def unscale_into(
     by_kernel = _runtime.can_fuse(pairs.weights[0].device)
     if by_kernel:
         by_kernel = unscale.takes([*grads, *[w.grad for w in pairs.weights if w.grad is not None]])
-    halves, wide, more = pairs.widen(owners, fill=not by_kernel)
+    halves, wide, more = pairs.widen(owners, fill=not by_kernel, is_captured=is_captured)
     if not by_kernel:
         return unscale.unscale_([*grads, *wide], scale), more
     is_dynamic = isinstance(scale, torch.Tensor)

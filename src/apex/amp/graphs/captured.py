@@ -164,7 +164,7 @@ class CapturedStep(Generic[_Results]):
         followed, graph = self._followed, self._graph
         if followed is not None and not followed.is_in_another_mode():
             if graph is not None and graph.key == key:
-                return self._replay(graph, tensors)
+                return self._replay(followed, graph, tensors)
             if graph is None and key in self._kinds and self._device_graph is not None:
                 return self._capture(followed, key, tensors, args, kwargs)
         if graph is None:
@@ -249,7 +249,10 @@ class CapturedStep(Generic[_Results]):
         if probe is not None and probe.found:
             self._give_up(probe.found)
         elif probe is not None and is_settled(states):
-            self._followed, self._since = Followed(optimizers, probe.clears), 0
+            self._followed, self._since = (
+                Followed(optimizers, probe.clears, probe.read_elsewhere()),
+                0,
+            )
             self._reports = Reports(states)
         return found
 
@@ -265,11 +268,16 @@ class CapturedStep(Generic[_Results]):
             (args, kwargs), lambda _: next(own), lambda value: value
         )
         before = Snapshot(followed.states)
+
+        def step() -> Any:
+            found = self._function(*own_args, **own_kwargs)
+            followed.note_skipped()
+            return found
+
         try:
+            followed.follow_skipped()
             with followed.numbers_on_the_device(), _stepped() as optimizers:
-                found = self._device_graph.capture(
-                    lambda: self._function(*own_args, **own_kwargs), self._generators
-                )
+                found = self._device_graph.capture(step, self._generators)
             followed.refuse_others(optimizers)
             results = kinds.rebuilt(found, torch.Tensor.detach, kinds.only_none)
         except BaseException as error:
@@ -280,9 +288,10 @@ class CapturedStep(Generic[_Results]):
             return self._run(args, kwargs)
         followed.captured(before.kept_gradients())
         self._graph = _Graph(key, inputs, results)
-        return self._replay(self._graph, tensors)
+        return self._replay(followed, self._graph, tensors)
 
-    def _replay(self, graph: _Graph, tensors: list[torch.Tensor]) -> _Results:
+    def _replay(self, followed: Followed, graph: _Graph, tensors: list[torch.Tensor]) -> _Results:
+        followed.follow_skipped()
         if tensors:
             torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
         self._device_graph.replay()

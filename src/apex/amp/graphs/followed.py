@@ -21,9 +21,12 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from apex.amp.gradients import captures
+from apex.amp.gradients.ledger import Pass
+from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import addresses
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.training import Training
@@ -105,6 +108,12 @@ def _equal(new: Any, old: Any) -> bool:
     return isinstance(new, (int, float, str, tuple)) and bool(new == old)
 
 
+def is_gone(storage: StorageWeakRef) -> bool:
+    """Whether nobody holds the memory any more."""
+    gone: bool = storage.expired()  # type: ignore[no-untyped-call]
+    return gone
+
+
 def modules_of(trainings: Iterable[Training]) -> list[torch.nn.Module]:
     """All modules of the models that went through ``initialize``."""
     models = [model for one in trainings for ref, _ in one._models if (model := ref()) is not None]
@@ -139,22 +148,60 @@ class Rate:
             self._seen = id(rate), rate._version
 
 
+class Skipped:
+    """Whether the step before was skipped, in a tensor on the device: there the graph reads it.
+
+    A graph drops what a skipped step has left (:mod:`apex.amp.gradients.left`) by the flags of the
+    step before the capture. Those of the step before a replay are brought there.
+    """
+
+    def __init__(self, state: OptimizerState) -> None:
+        self._ledger = state.ledger
+        self._flag = flag = torch.zeros((), device=state.params.targets[0].device)
+        scaler, ledgers = state.training.loss_scalers[0], [self._ledger]
+        before = Pass(scaler, 0, ledgers, flag, found_inf=flag, counted=flag - 1)
+        self._left = Left([before])
+
+    def follow(self) -> None:
+        """Bring the flags of a step without the graph there; the graph's are the next ones."""
+        if self._ledger.left is not self._left:
+            self._write(self._ledger.left)
+            self._ledger.left = self._left
+
+    def note(self) -> None:
+        """Bring the flags of the step that is captured there: a part of the graph."""
+        self._left = self._ledger.left
+        self._write(self._left)
+
+    def _write(self, left: Left) -> None:
+        flags = [one.found_inf.to(self._flag.device, non_blocking=True) for one in left.passes]
+        self._flag.copy_(torch.stack(flags).amax()) if flags else self._flag.zero_()
+
+
 class Followed:
     """What the graph of a function depends on, of the ``optimizers`` that the function steps.
 
     ``clears`` says whether the function does not add to gradients of these weights that it finds.
+    ``read`` is the memory that it reads and that neither amp nor a module holds.
 
     Raises:
         RuntimeError: There is something that cannot be captured.
     """
 
-    def __init__(self, optimizers: Sequence[Any], clears: Callable[[Any], bool]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        clears: Callable[[Any], bool],
+        read: Sequence[StorageWeakRef],
+    ) -> None:
+        self._read = list(read)
         self.optimizers = list(optimizers)
         self.states = [state_to_capture(optimizer) for optimizer in self.optimizers]
         self._trainings = list(dict.fromkeys([state.training for state in self.states]))
         both = zip(self.optimizers, self.states, strict=True)
         self._groups = [(g, s) for one, s in both for g in one.param_groups if g["params"]]
         self.rates = [Rate(group) for group, state in self._groups if _reads_tensor(group, state)]
+        self._skipped = [Skipped(state) for state in self.states if state.training.is_dynamic()]
         scalers = [scaler for one in self._trainings for scaler in one.loss_scalers]
         self._numbers = Numbers(self.optimizers, [rate.group for rate in self.rates], scalers)
         self._modes = list(map(vars, modules_of(self._trainings)))
@@ -194,6 +241,9 @@ class Followed:
     def captured(self, held: list[torch.Tensor]) -> None:
         """Note the gradients that were there before and to which the graph writes."""
         self._held, self._left = held, self._gradients()
+        for state in self.states:  # goes with the graph, not with the ledger
+            self._held += state.ledger.in_graphs
+            state.ledger.in_graphs = []
 
     # -- before a call -----------------------------------------------------------------------------
 
@@ -213,6 +263,8 @@ class Followed:
                 return f"what amp knows of {type(optimizer).__name__}"
             if state.params.exposed and not exposes:  # what the forward would do
                 state.params.reconcile()
+        if any(map(is_gone, self._read)):
+            return "a tensor that it reads and does not get as an argument (write to it in place)"
         if not self._clears and not all(map(is_, self._gradients(), self._left)):
             return "gradients (call zero_grad in the function, before its backward)"
         for rate in self.rates:
@@ -270,6 +322,16 @@ class Followed:
         """What a call without the graph has replaced, if anything."""
         self._left = self._gradients()
         return self._replaced()
+
+    def follow_skipped(self) -> None:
+        """Let the graph, which is captured or replayed next, know whether the last step counted."""
+        for one in self._skipped:
+            one.follow()
+
+    def note_skipped(self) -> None:
+        """Note it of the step that is captured, for the next replay."""
+        for one in self._skipped:
+            one.note()
 
     # -- the capture -------------------------------------------------------------------------------
 

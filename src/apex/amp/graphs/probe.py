@@ -15,15 +15,26 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apex.amp.gradients.parameters import addresses
-from apex.amp.graphs.followed import Numbers, modules_of, tensors_of
+from apex.amp.graphs.followed import Numbers, is_gone, modules_of, tensors_of
 from apex.amp.training import alive, managed
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+# Amp and optimizers write in place what they keep from step to step, or follow it. Modules, and
+# what amp casts for them, are the program's.
+_KEEP_THEIR_OWN = (
+    *(_APEX + name + os.sep for name in ("amp", "optimizers", os.path.join("ops", "lists"))),
+    _TORCH + "optim" + os.sep,
+)
+_OF_THE_PROGRAM = (
+    _APEX + os.path.join("amp", "casting") + os.sep,
+    _TORCH + os.path.join("nn", "modules") + os.sep,
+)
 _BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _OF_THE_HOST = (
     "reads a CPU tensor, whose value each replay would repeat. Make it on the GPU before, or pass "
@@ -51,6 +62,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._grads = {id(one): one.grad for one in weights if one.grad is not None}
         self._memory = set(addresses(list(self._grads.values())))
         self._before = self._now()
+        known = [*arguments, *self._grads.values()]
+        # Storages that were made in the call, or are an argument or a gradient; of others that it
+        # has read, whether they are still there, and the line.
+        self._made = {key for one in known if (key := _storage_key(one)) is not None}
+        self._read: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def _now(self) -> tuple[list[int], list[int]]:
         tensors = tensors_of(modules_of(alive()))
@@ -78,6 +94,32 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "it replaces a buffer or a parameter of a module (self.buffer = ...), and a replay "
                 "reads the old one. Write to it in place (self.buffer.copy_(...))"
             )
+        elif not self.found and error[:1] == (None,):
+            self.found = self._carried()
+
+    def _carried(self) -> str:
+        """Name a tensor from before the call that it has read, and that nobody holds any more."""
+        lines = [line for storage, line in self._read.values() if is_gone(storage)]
+        if not lines:
+            return ""
+        return (
+            f"{lines[0]} reads a tensor from the call before, and the call puts another in its "
+            "place (a hidden state, an average). A replay reads the old one: write to it in place "
+            "(state.copy_(new)), or pass it as an argument and return the new one"
+        )
+
+    def _note(self, func: Any, leaves: Sequence[torch.Tensor]) -> None:
+        """Note what is read from before the call."""
+        for leaf in leaves:
+            key = _storage_key(leaf)
+            if key is None or key in self._made or key in self._read:
+                continue
+            frame = _reader(sys._getframe(2))
+            if frame is None or func is torch.ops.aten.lift_fresh.default:
+                self._made.add(key)
+            else:
+                line = _line(frame, frame.f_lineno)
+                self._read[key] = _weak(leaf), line
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -93,7 +135,16 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frame = _programs_frame(sys._getframe(1)) if reason else None
             if frame is not None:
                 self.found = f"{func}, called in {_line(frame, frame.f_lineno)}, {reason}"
-        return func(*args, **kwargs)
+        self._note(func, leaves)
+        results = func(*args, **kwargs)
+        new = [_storage_key(x) for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
+        self._made.update(key for key in new if key is not None and key not in self._read)
+        return results
+
+    def read_elsewhere(self) -> list[StorageWeakRef]:
+        """Memory that it has read, of no weight, buffer, gradient, optimizer or argument."""
+        own = {_storage_key(tensor) for tensor in tensors_of(modules_of(alive()))}
+        return [storage for key, (storage, _) in self._read.items() if key not in own]
 
     def _reason(self, func: Any, args: Any, kwargs: Any, devices: set[torch.device]) -> str:
         """Why a capture would not take this call; empty if it does."""
@@ -129,6 +180,32 @@ def _programs_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return None if frame is None or frame.f_code.co_filename.startswith(_APEX) else frame
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the program; ``None`` if amp or an optimizer reads what is its own."""
+    is_programs = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_programs |= file.startswith(_OF_THE_PROGRAM)
+        if not is_programs and file.startswith(_KEEP_THEIR_OWN):
+            return None
+        if not file.startswith((_TORCH, _APEX)):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _weak(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _storage_key(tensor: torch.Tensor) -> int | None:
+    """What tells storages apart while they live; ``None`` for a tensor without one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _line(where: FrameType, number: int) -> str:

@@ -23,7 +23,9 @@ class Snapshot:
         weights = [weight for state in states for weight in state.params.targets]
         masters = [master for weight in weights if (master := table.get(weight)) is not None]
         tensors = [*weights, *(master.tensor for master in masters)]
-        self._grads = [(tensor, tensor.grad) for tensor in tensors]
+        self._grads = [
+            (tensor, grad, _version(grad)) for tensor in tensors for grad in [tensor.grad]
+        ]
         owners: list[tuple[Any, Any]] = [
             *((master, ("taken", "taken_version", "waiting")) for master in masters),
             *((state.params, ("are_freed", "exposed")) for state in states),
@@ -34,15 +36,23 @@ class Snapshot:
         ]
 
     def kept_gradients(self) -> list[torch.Tensor]:
-        """The gradients that are still there, so that a graph captured meanwhile writes to them."""
-        return [grad for tensor, grad in self._grads if grad is not None and tensor.grad is grad]
+        """The gradients that a graph captured meanwhile writes to: still there, or written."""
+        return [
+            grad
+            for tensor, grad, version in self._grads
+            if grad is not None and (tensor.grad is grad or _version(grad) != version)
+        ]
 
     def put_back(self) -> None:
         """Put all of it back."""
-        for tensor, grad in self._grads:
+        for tensor, grad, _ in self._grads:
             tensor.grad = grad
         for owner, name, value in self._records:
             setattr(owner, name, value)
+
+
+def _version(grad: torch.Tensor | None) -> int:
+    return 0 if grad is None or grad.is_inference() else grad._version
 
 
 def _copied(value: Any) -> Any:
