@@ -180,6 +180,26 @@ def test_a_launch_is_not_that_of_other_dtypes(again):
     assert len(again) == 2
 
 
+def test_a_step_that_clips_is_not_that_of_one_that_does_not(again):
+    clips = FusedAdam, {"max_grad_norm": 0.5, "eps": 1.0}
+    found, _ = _trained(*clips, nothing, False)
+    expected, _ = _trained(*clips, nothing, True)
+    assert all(map(torch.equal, found, expected))
+    assert not again
+
+
+def test_gradients_that_are_left_scaled_are_written(again):
+    param = torch.nn.Parameter(torch.ones(4))
+    grad, optimizer = torch.ones(4), FusedSGD([param], lr=0.5)
+    for writes in (False, False, True, False):
+        param.grad = grad.fill_(1.0).detach()
+        with _runtime.use("triton"):
+            optimizer.step_scaled(0.5, write_grads=writes)
+        assert grad.tolist() == [0.5 if writes else 1.0] * 4
+    assert param.tolist() == [0.0] * 4
+    assert len(again) == 1
+
+
 def test_where_no_kernel_runs_no_launch_is_made_again(again):
     param = torch.nn.Parameter(torch.ones(4))
     grad, optimizer = torch.ones(4), FusedSGD([param], lr=0.5)
