@@ -17,6 +17,7 @@ import torch
 import apex.ops
 from benchmarks.turns import one_core, ratio, take_turns, timed
 from tests.rows import CASES, batch_of
+from tools import quiet_without_reader
 
 SIZES = ((8, 64), (64, 1024), (2048, 1024))  # rows and their length
 CAUSAL = ((8, 64), (64, 256), (16, 1024))  # matrices and their side
@@ -52,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

@@ -41,6 +41,7 @@ from triton.runtime import driver
 from apex.ops.layers import index_mul_2d, rotary, scaled_softmax, swiglu
 from apex.ops.losses import cross_entropy, focal_loss
 from apex.ops.norms import group_norm, row_norms  # fmt: skip
+from tools import quiet_without_reader
 
 ROWS = 4096
 H100 = SimpleNamespace(
@@ -241,4 +242,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with quiet_without_reader():
+        main(sys.argv[1:])

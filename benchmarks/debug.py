@@ -19,6 +19,7 @@ from torch import nn
 
 from apex import amp, debug
 from benchmarks.turns import ratio, spread, take_turns, timed
+from tools import quiet_without_reader
 
 Made = tuple[nn.Module, torch.Tensor, int]  # network, input, steps of a turn
 
@@ -107,4 +108,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

@@ -17,6 +17,7 @@ import torch
 
 from apex import optimizers
 from benchmarks.turns import ratio, take_turns, timed
+from tools import quiet_without_reader
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "FusedAdam": {},
@@ -69,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

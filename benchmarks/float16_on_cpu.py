@@ -23,6 +23,7 @@ from torch import nn
 from apex import amp
 from apex.amp.casting import cpu_float16
 from benchmarks.turns import ratio, take_turns, timed
+from tools import quiet_without_reader
 
 STEPS = 15
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -141,4 +142,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

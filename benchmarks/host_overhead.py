@@ -44,6 +44,7 @@ from apex import amp
 from apex.amp.scaler import LossScaler
 from apex.optimizers import FusedAdam
 from benchmarks.turns import one_core, ratio, spread, take_turns, timed
+from tools import quiet_without_reader
 
 Step = Callable[[], torch.Tensor]  # returns the loss
 
@@ -332,4 +333,5 @@ def line(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

@@ -19,6 +19,7 @@ from torch import nn
 
 from apex import amp
 from benchmarks.turns import take_turns, timed
+from tools import quiet_without_reader
 
 DTYPES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -72,4 +73,5 @@ def main(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 9)
+    with quiet_without_reader():
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 9)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from apex.cli.options import environment
+from tools import quiet_without_reader
 
 __all__ = ["keep"]
 
@@ -71,4 +72,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_without_reader():
+        sys.exit(main())

@@ -53,6 +53,7 @@ from apex.selftest.catalogue.ops import OPS
 from benchmarks import stand_in
 from benchmarks.turns import one_core, ratio, take_turns, timed
 from tests import passes
+from tools import quiet_without_reader
 
 CALLS = 20  # of a turn
 WARM_UP = 3  # turns that are not counted
@@ -377,4 +378,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

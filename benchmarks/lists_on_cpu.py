@@ -30,6 +30,7 @@ from apex import optimizers
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.selftest.tolerance import ROUNDINGS, roundings
 from benchmarks.turns import one_core, ratio, take_turns, timed
+from tools import quiet_without_reader
 
 GOAL, ALONE_US = 1.10, 6.0
 TURN_US = 400.0  # a turn repeats its call until it takes that long
@@ -375,4 +376,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

@@ -20,6 +20,7 @@ from apex.bench.memory import peak_bytes, source
 from apex.bench.training.tasks.digits import cnn
 from apex.bench.training.tasks.task import TaskOptions
 from apex.optimizers import FusedAdam
+from tools import quiet_without_reader
 
 LEVELS: dict[str, dict[str, Any]] = {
     level: {"opt_level": level} for level in ("O0", "O1", "O2", "O4", "O5")
@@ -84,4 +85,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

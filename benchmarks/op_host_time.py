@@ -29,6 +29,7 @@ from apex.ops import _runtime
 from apex.selftest.catalogue.ops import OPS
 from benchmarks import stand_in
 from benchmarks.turns import one_core, ratio, take_turns, timed
+from tools import quiet_without_reader
 
 CALLS = 20  # of a turn
 WARM_UP = 3  # turns that are not counted
@@ -123,4 +124,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

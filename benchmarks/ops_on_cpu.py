@@ -26,6 +26,7 @@ from apex.selftest.catalogue.ops import OPS
 from apex.transformer.enums import AttnMaskType
 from apex.transformer.functional import FusedScaleMaskSoftmax
 from benchmarks.turns import ratio, take_turns, timed
+from tools import quiet_without_reader
 
 Tensor = torch.Tensor
 OURS, LESS_EXACT = "ours", "less exact"
@@ -179,4 +180,5 @@ def _print(row: Row, backward: bool, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

@@ -39,6 +39,7 @@ from apex import amp, parallel
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.optimizers import FusedAdam
 from benchmarks.turns import ratio, take_turns, timed
+from tools import quiet_without_reader
 
 Step = Callable[[], None]
 Make = Callable[[str, Any, torch.Tensor], Step]  # of a level, a model and its input
@@ -243,4 +244,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

@@ -22,6 +22,7 @@ from apex.contrib.xentropy import linear_cross_entropy
 from apex.ops.losses import linear_cross_entropy as losses
 from apex.ops.updates.newton_schulz import Iteration, newton_schulz
 from tests.counted import Counted
+from tools import quiet_without_reader
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 JORDAN = (3.4445, -4.7750, 2.0315)
@@ -163,4 +164,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

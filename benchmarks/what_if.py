@@ -26,6 +26,7 @@ from torch import nn
 
 from apex.debug import what_if
 from apex.debug.what_if.formats import FORMATS, InFormat, Rounding
+from tools import quiet_without_reader
 
 FIRST_SEED = 300
 BATCHES = 8
@@ -421,4 +422,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_without_reader():
+        main()

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.behaviours import BEHAVIOURS, Behaviour
+from tools import quiet_without_reader
 
 ROOT = pathlib.Path(__file__).parent.parent
 SECONDS = 300  # for one bug; ranks that wait for each other for ever have seen it
@@ -193,4 +194,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_without_reader():
+        sys.exit(main())

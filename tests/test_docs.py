@@ -10,6 +10,7 @@ import torch
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+import apex
 from apex import amp
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -100,6 +101,25 @@ def test_the_site_begins_with_the_first_page_of_readme():
     assert after.startswith("\n\n## ")
 
 
+WIDEST = 100  # characters of code beside both side bars, in a window of 1280 pixels
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_of_code_is_cut_by_the_site(page):
+    """Measured in Chromium. In narrow windows lines wrap (``docs/_static/code.css``)."""
+    fenced = re.compile(r"^( *)```(.*?\n.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    indented = re.compile(r"(?<=\n\n)(?=( {4}))((?: {4}.*\n)+)")
+    text = page.read_text()
+    blocks = [*fenced.findall(text), *indented.findall(fenced.sub("", text))]
+    lines = [
+        line.removeprefix(by)
+        for by, block in blocks
+        if block[0] != "{"
+        for line in block.splitlines()
+    ]
+    assert [line for line in lines if len(line) > WIDEST] == []
+
+
 @pytest.mark.parametrize("lines", [" -", " +"], ids=["before", "after"])
 def test_the_change_that_readme_shows_is_a_program_before_and_after(lines):
     """The lines with a minus, or those with a plus, and those that stay."""
@@ -120,6 +140,46 @@ def test_the_change_that_readme_shows_is_a_program_before_and_after(lines):
         amp.reset()
     assert not torch.equal(model.weight, weight)
     assert half == ("amp.scale_loss(" in program) == (lines == " +")
+
+
+def test_changelog_and_wheels_on_pages_have_the_version_of_the_package():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (?:\[Unreleased\] |\[)(\d[\w.]*)", changes, re.MULTILINE)
+    assert versions[0] == apex.__version__
+    wheels = [name for page in PAGES for name in re.findall(r"apex-(\d\S+?)-py3", page.read_text())]
+    assert set(wheels) == {apex.__version__}
+
+
+# --- old lines and their errors ------------------------------------------------------------------
+
+OLD = {  # what a row of from-apex.md quotes as the error -> the old line
+    "No module named 'torch._six'": "from torch._six import inf",
+    "invalid index of a 0-dim tensor": "x.sum().data[0]",
+    "Weights only load failed": "torch.save(layer, 'layer.pt'); torch.load('layer.pt')",
+    "Subtraction": "1 - (x > 0)",
+    "only supports boolean masks": "x.masked_scatter((x > 0).byte(), x)",
+    "expected BoolTensor": "x.masked_select((x > 0).byte())",
+    "cannot import name 'Sequence'": "from collections import Sequence",
+    "unexpected keyword argument": "lr_scheduler.ReduceLROnPlateau(optimizer, verbose=True)",
+    "unsupported ScalarType BFloat16": "x.bfloat16().numpy()",
+    "mat1 and mat2 must have the same dtype": "layer.half()(x)",
+    "expected m1 and m2 to have the same dtype": "torch.mm(x, x.t().half())",
+}
+
+
+@pytest.mark.parametrize("error", OLD)
+def test_an_old_line_raises_what_its_row_says(error, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "from-apex.md").read_text()
+    assert re.search(rf"^\| .*`[^`]*{re.escape(error)}[^`]*`.* \| .* \|$", page, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    layer = torch.nn.Linear(3, 3, device="cpu", dtype=torch.float32)
+    given = {
+        "torch": torch, "layer": layer, "lr_scheduler": torch.optim.lr_scheduler,
+        "x": torch.ones(2, 3, device="cpu", dtype=torch.float32),
+        "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1),
+    }  # fmt: skip
+    with pytest.raises(Exception, match=re.escape(error)):
+        exec(OLD[error], given)
 
 
 # --- where numbers come from ---------------------------------------------------------------------

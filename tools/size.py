@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tools import quiet_without_reader
+
 __all__ = ["by_folder", "code_lines"]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,4 +78,5 @@ def main(folders: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with quiet_without_reader():
+        sys.exit(main(sys.argv[1:]))

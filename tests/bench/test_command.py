@@ -105,6 +105,22 @@ def test_a_budget_leaves_seeds_out_that_cannot_be_cut_any_further(
     assert shown.startswith("No answer: the time budget left no time for more than 2 of the seeds")
 
 
+def test_a_seed_that_took_too_long_leaves_none_out_that_can_be_cut(tmp_path, log, monkeypatch):
+    """The first group takes 20 s, 16 of them in 2 x 8 steps that the budget of others can cut."""
+    now = [0.0]
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+
+    def run_group(group, options, on_progress, budget_s):
+        now[0] += max(4.0, budget_s) if now[0] else 20.0
+        steps = {"step_ms": (1000.0,) * 12, "losses": (1.0,) * 12, "blocks": (0, 4)}
+        return [made.without(made.run(cell), **steps) for cell in group]
+
+    monkeypatch.setattr(plan, "run_group", run_group)
+    assert bench(tmp_path, "build", "--levels", "O0", "O4", "--seeds", "5", "--budget", "60s") == 0
+    assert len(read(tmp_path).runs) == 10
+    assert now[0] <= 60.0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
 def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log, capsys):

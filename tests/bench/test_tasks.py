@@ -440,7 +440,10 @@ def test_a_name_that_is_no_task_is_one_line(write):
         ("digits", "use FILE.py:FUNCTION or one of digits-mlp"),
         (":build", "use FILE.py:FUNCTION"),
         ("nothing.py:build", "there is no Python file nothing.py"),
-        (write().replace(":build", ":make"), "there is no function make in"),
+        (
+            write().replace(":build", ":make"),
+            "no function make in .*; write one that returns an object with model, loss, loader",
+        ),
         (write().replace(":build", ":torch"), "there is no function torch in"),
     ]:
         with pytest.raises(UsageError, match=match):

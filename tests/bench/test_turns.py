@@ -419,6 +419,20 @@ def test_what_is_measured_apart_keeps_to_the_budget(monkeypatch):
     assert clock.now <= 250.0
 
 
+@pytest.mark.parametrize(("budget_s", "timed"), [(4.0, 0), (7.5, 0), (8.5, 1), (None, 5)])
+def test_inference_keeps_to_the_budget(monkeypatch, budget_s, timed):
+    """Two steps of both take 4 s, a round 2 s. The first does not count: one alone is not begun."""
+    clock = Clock(monkeypatch, {"O0": 1.0, "O4": 1.0})
+
+    def infer(of, batch):
+        clock.now += 1.0
+
+    monkeypatch.setattr(trainer.Trainer, "infer", infer)
+    runs = train(user_task.Regression(), ["O0", "O4"], epochs=1, budget_s=budget_s)
+    assert {len(run.inference_ms) for run in runs} == {timed}
+    assert clock.now <= (budget_s or math.inf)
+
+
 def test_without_a_budget_nothing_is_stopped(monkeypatch):
     Clock(monkeypatch, {"O0": 1.0, "native-fp16": 1000.0})
     runs = train(user_task.Regression(), ["O0", "native-fp16"])

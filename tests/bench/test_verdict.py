@@ -1,5 +1,6 @@
 """What a report says of its levels, from runs made by hand."""
 
+import dataclasses
 import math
 import random
 
@@ -614,7 +615,15 @@ def test_no_answer_for_the_seeds_says_what_left_them_out():
     of = of_runs(*two, left_out=2, budget_s=9.0)
     said = "No answer: the time budget left no time for more than 2 of the seeds."
     assert answers(of, verdicts(of)) == [said]
-    assert marks(of) == ["CUT to 9 s: no time for 2 more trainings, those of the last seeds"]
+    said = "CUT to 9 s: no time for 2 more trainings, those of the last seeds"
+    assert marks(of) == [said]
+    why = "; that took 12 s, as the first steps of all levels do not fit into the budget"
+    assert marks(dataclasses.replace(of, seconds=12.0)) == [said + why]
+    single = {"step_ms": (1.0,) * 6, "losses": (1.0,) * 6, "blocks": (0, 5)}  # one in round 2
+    runs = [without(level(name)[0], **single) for name in ("O0", "O4")]
+    of = of_runs(*runs, left_out=4, budget_s=9.0)
+    said = "No answer: the time budget cut the trainings to 6 steps, too few to compare."
+    assert answers(of, verdicts(of)) == [said]
     cells = [cell(name, seed=seed) for seed in range(3) for name in ("O0", "O4")]
     of = made.report(cells, two)
     assert answers(of, verdicts(of)) == [

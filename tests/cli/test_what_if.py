@@ -1,6 +1,7 @@
 """`apex what-if`: from a file of the user's to an answer, a policy and a plot."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -31,6 +32,8 @@ def build(options):
     return Task()
 """
 
+STEP = "def step(self, precision, models, optimizers, batch)"
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
@@ -38,8 +41,8 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     known = set(sys.modules)
 
-    def run_(name, *options, model="model"):
-        (tmp_path / f"{name}.py").write_text(TASK.replace("{MODEL}", model))
+    def run_(name, *options, model="model", text=TASK):
+        (tmp_path / f"{name}.py").write_text(text.replace("{MODEL}", model))
         code = cli.main(["what-if", f"{name}.py:build", *options])
         return code, *capsys.readouterr()
 
@@ -88,6 +91,20 @@ def test_weights_of_a_checkpoint(run, tmp_path):
     code, out, _ = run("whatif_three", "--formats", "float16", "--weights", "weights.pt")
     assert code == 0
     assert "every layer is safe then" in out
+    scale = re.search(r"a loss scale of at most (2\*\*\d+)", out)[1]
+    assert f"In float16, at a loss scale of {scale}, " in out
+    assert out.endswith(
+        "--save policy.json writes the policy that amp.initialize(policy=...) takes.\n"
+    )
+
+
+def test_a_task_that_has_a_step_alone_is_told_what_is_missing(run):
+    text = TASK.replace("def loss(self, model, batch)", STEP)
+    code, out, err = run("whatif_step", text=text)
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        "apex what-if: whatif_step.py:build: TypeError: the task has no loss(model,"
+    )
 
 
 @pytest.mark.parametrize(

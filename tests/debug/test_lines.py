@@ -166,6 +166,17 @@ def test_the_line_is_named(run, name):
         assert "16 NaN of 128 values (all 16 rows): div (at train.py:" in report["sentence"]
 
 
+def test_what_16_bits_alone_break_is_not_said_of_float32(run):
+    """The product is finite in float32. The logarithm of 0 after it is not, there either."""
+    loss = "out = (net(x).half() + 1) * 1e5; loss = torch.log(out.float() * (i != 2)).mean()"
+    report, _ = run(LOOP.replace("LOSS", loss))
+    assert (report["cause"], report["operation"]) == ("range", "aten.mul.Tensor")
+    assert " in float16, and finite values in float32: " in report["sentence"]
+    assert report["notes"] == [
+        "in float32 the step is not finite either: another operation makes an inf or NaN"
+    ]
+
+
 def test_lines_can_be_switched_off(run):
     report, _ = run(SCRIPTS["logarithm"][0], "--no-lines")
     assert (report["cause"], report["line"]) == ("loss", "")

@@ -300,6 +300,25 @@ def test_blocks_nest():
     assert not _batch_invariance.on
 
 
+def _yields():
+    yield 1
+
+
+async def _waits():
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(3, "takes a function to decorate, .* got int"), (None, "got NoneType"),
+     (_yields, "the body of _yields runs after the call"), (_waits, "the body of _waits runs")],
+)  # fmt: skip
+def test_what_cannot_be_decorated_is_refused_at_once(function, said):
+    with pytest.raises(TypeError, match=said):
+        apex.ops.batch_invariant()(function)
+    assert not _batch_invariance.on
+
+
 def test_from_now_on():
     switch = apex.ops.batch_invariant()
     with apex.ops.batch_invariant():

@@ -245,9 +245,14 @@ def _in_a_graph(build: Callable[[], Work]) -> Callable[[], Work]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             step()
-        return graph.replay
+        return partial(_replayed, graph, step)
 
     return captured
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, _: Work) -> None:
+    """Replay. It reads what the step holds, a model and its inputs, so this is held as well."""
+    graph.replay()
 
 
 def _by_capture(build: Callable[[], Work]) -> Callable[[], Work]:

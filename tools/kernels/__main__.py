@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from apex.cli.command_line import UsageError, suggestion
 from apex.cli.options import unique
 from apex.cli.tables import NOTHING, Column, console, fitted
+from tools import quiet_without_reader
 from tools.kernels import versions
 
 if TYPE_CHECKING:
@@ -186,4 +187,5 @@ COLUMNS = (
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_without_reader():
+        sys.exit(main())

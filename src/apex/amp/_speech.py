@@ -27,5 +27,5 @@ def say(message: str, level: int = logging.INFO) -> None:
         return
     if logger.hasHandlers():
         logger.log(level, message)
-    else:
+    elif sys.stdout is not None:  # the caller may have closed it: >&-
         sys.stdout.write(message + "\n")

@@ -10,7 +10,6 @@ import argparse
 import difflib
 import importlib
 import importlib.util
-import os
 import re
 import sys
 import textwrap
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import apex
+from apex.cli import streams
 
 __all__ = ["UsageError", "main", "raised", "suggestion"]
 
@@ -113,9 +113,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit code: 0 for success, 2 for a request that cannot be met, 130 after Ctrl-C.
+        The exit code: 0 for success, 2 for a request that cannot be met, 130 after Ctrl-C, 141 if
+        the reader of standard output or error has gone.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    streams.open_closed()
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:  # --help ends by SystemExit
+            streams.flush()
+    except BrokenPipeError:  # of a stream: nobody reads what would be said about it
+        streams.discard()
+        return BROKEN_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    """Find the command and run it; what a user got wrong is one line."""
     if " ".join(arguments[:2]) in COMMANDS:  # a command of two words
         arguments[:2] = [" ".join(arguments[:2])]
     chosen = next((word for word in arguments if not word.startswith("-")), "")
@@ -129,14 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing:
             raise UsageError(missing)
         code: int = args.module.run(args)
-        sys.stdout.flush()
     except UsageError as error:
         return _complain(chosen, str(error), 2)
     except KeyboardInterrupt:
         return _complain(chosen, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader (`| head`) has gone: nothing to say to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     except ModuleNotFoundError:  # of the module of the command
         if not missing:
             raise

@@ -130,8 +130,12 @@ def console(*, stderr: bool = False) -> "Console":
     """Standard output or error, as wide as its terminal, or `WIDTH` in a file or a pipe."""
     from rich.console import Console
 
+    class _Console(Console):
+        def on_broken_pipe(self) -> None:  # rich's ends the process with the exit code 1
+            raise BrokenPipeError
+
     terminal = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
-    return Console(width=None if terminal else WIDTH, highlight=False, stderr=stderr)
+    return _Console(width=None if terminal else WIDTH, highlight=False, stderr=stderr)
 
 
 def fitted(

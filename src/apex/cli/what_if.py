@@ -90,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
         found.plot(args.plot)
     if not found.is_decided:
         return UNDECIDED
-    if args.save is not None:
+    if args.save is None:
+        print("\n--save policy.json writes the policy that amp.initialize(policy=...) takes.")
+    else:
         found.save(args.save)
         print(f"\nPolicy written: amp.initialize(..., policy={str(args.save)!r})")
     return OK
@@ -99,6 +101,11 @@ def run(args: argparse.Namespace) -> int:
 def _studied(task: Task, args: argparse.Namespace, device: torch.device) -> WhatIf:
     torch.manual_seed(args.seed)
     model = task.model()
+    if getattr(task.loss, "__func__", None) is Task.loss:
+        raise TypeError(
+            "the task has no loss(model, batch); write one, which apex bench passes over if there "
+            "is a step, too"
+        )
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             "model() gave several models; write a task for each, or call apex.debug.what_if for one"

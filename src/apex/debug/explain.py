@@ -35,6 +35,9 @@ from apex.debug.widening import Wide
 _HALVES = ("float16", "bfloat16")
 _OF_LARGE_WEIGHTS = ("loss", "model", "optimizer", "parameter", "range", "scale")
 _HALVINGS = 24
+_NOT_FINITE_EITHER = (
+    "in float32 the step is not finite either: another operation makes an inf or NaN"
+)
 _Loss = Callable[[], torch.Tensor]
 
 
@@ -283,10 +286,10 @@ class _Explanation:
         self, run: Callable[..., ReplayResult], result: ReplayResult, origin: Origin | None
     ) -> Report:
         inside = origin is not None and origin.kind in ("operation", "mask")
-        healed, finite, largest = None, False, math.nan
+        healed, finite, wide = None, False, Wide(0)
         if inside or self._fault.together.needs_others:  # on all ranks that replay together
             healed = self._scale(run, result)
-            largest, finite = self._widen(run, result, origin or Origin("", ""))
+            wide, finite = self._widen(run, result, origin or Origin("", ""))
         if origin is None:
             return self._make("rank", "The value came by a collective from another rank.")
         if origin.kind == "gradient":
@@ -301,15 +304,17 @@ class _Explanation:
                 f"finite at {healed:g}.",
                 origin,
             )
-        if finite:
+        if finite or (wide.is_finite and dtype in _HALVES):
             limit = torch.finfo(getattr(torch, dtype)).max
-            beyond = f": {largest:.4g} is beyond {dtype}'s largest number, {limit:.5g}"
-            end = beyond if largest > limit else ""
+            beyond = f": {wide.largest:.4g} is beyond {dtype}'s largest number, {limit:.5g}"
+            end = beyond if wide.largest > limit else ""
+            if not finite:
+                self._notes.append(_NOT_FINITE_EITHER)
             sentence = f"{gave} in {dtype}, and finite values in float32{end}."
             return self._make("range", sentence, origin)
         in_loss = origin.module is None and run in (self._replay.run_step, self._run_tape)
         where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
-        same = " in float32 as well" if dtype in _HALVES else ""
+        same = " in float32 as well" if wide.is_finite is False and dtype in _HALVES else ""
         return self._make(cause, f"{where}{gave}{same}.", origin)
 
     def _outside(self, origin: Origin) -> Report:
@@ -350,8 +355,8 @@ class _Explanation:
 
     def _widen(
         self, run: Callable[..., ReplayResult], result: ReplayResult, origin: Origin
-    ) -> tuple[float, bool]:
-        """Largest result of the operation in float32, and whether all is finite there."""
+    ) -> tuple[Wide, bool]:
+        """What the operation gives in float32, and whether all of the step is finite there."""
         wide = Wide(origin.index)
         with torch.compiler.set_stance("force_eager"), wide:
             again = run()
@@ -363,7 +368,7 @@ class _Explanation:
             results.append(again.loss)
         involved = wide.is_used or origin.values.get("dtype") in _HALVES
         finite = involved and not any(is_bad(wide.widened(one)) for one in results)
-        return wide.largest, finite
+        return wide, finite
 
     def _parameter(self, name: str | None) -> Report:
         since, fault = self._fault.since, self._fault

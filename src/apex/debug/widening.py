@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from apex.debug.calls import random_states, set_random_states
-from apex.debug.tensors import HALVES, local, tensors_of
+from apex.debug.tensors import HALVES, is_bad, local, tensors_of
 from apex.debug.tracing import Counting, key_of, written_by
 
 
@@ -22,7 +22,11 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
     """Runs a program's 16-bit tensors in float32 beside what it computes itself.
 
     Args:
-        index: The operation whose largest result is wanted, see :attr:`largest`.
+        index: The operation whose result is looked at.
+
+    Attributes:
+        largest: The largest finite magnitude that it gives in float32.
+        is_finite: Whether all that it gives there is finite; ``None`` if it did not run.
     """
 
     def __init__(self, index: int) -> None:
@@ -30,6 +34,7 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
         self._index = index
         self._wide: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self.largest = math.nan
+        self.is_finite: bool | None = None
         self.is_used = False  # whether there was a 16-bit tensor
 
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -60,6 +65,7 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
             floating = [t.detach() for t in tensors_of(wide) if t.is_floating_point()]
             sizes = [t[t.isfinite()].abs() for t in floating]
             self.largest = max((float(t.max()) for t in sizes if t.numel()), default=math.nan)
+            self.is_finite = not any(is_bad(one) for one in floating)
         written = written_by(operation, args, kwargs)
         halves = {id(one) for one in written if one.dtype in HALVES}
         wider = {id(one) for one in written} - halves

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any, TypeVar
 
 __all__ = ["batch_invariant", "when_on"]
@@ -17,6 +18,7 @@ _holds = 0  # plain calls and blocks, of all threads
 _lock = threading.Lock()
 _waiting: list[Callable[[], None]] = []
 
+_RUN_LATER = (isasyncgenfunction, iscoroutinefunction, isgeneratorfunction)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -66,8 +68,19 @@ class batch_invariant:  # lower case, like torch.set_grad_enabled: used as a fun
         _hold(-1)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorate a function."""
+        """Decorate a function; not one whose body runs after the call (``yield``, ``async``)."""
         self.off()
+        if not callable(function):
+            raise TypeError(
+                "batch_invariant() takes a function to decorate, as in @batch_invariant(); got "
+                f"{type(function).__name__}. The call without one turns it on from then on"
+            )
+        if any(runs_later(function) for runs_later in _RUN_LATER):
+            name = getattr(function, "__name__", repr(function))
+            raise TypeError(
+                f"batch_invariant: the body of {name} runs after the call (yield or "
+                "async), when it would be off; write `with batch_invariant():` into the body"
+            )
 
         @functools.wraps(function)
         def decorated(*args: Any, **kwargs: Any) -> Any:

@@ -182,8 +182,9 @@ def _say_what_starts(count: int, launcher: str, script: str, names: Sequence[str
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"apex.parallel.multiproc: {line}\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:  # else the caller has closed it: 2>&-
+        sys.stderr.write(f"apex.parallel.multiproc: {line}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def _why_no_interval(of: Verdict) -> str:
     steps = max((len(run.step_ms) for run in (*of.row.timed, *of.other.timed)), default=0)
     cut = of.row.cut or of.other.cut
     counts = f"{of.seeds} of {planned} seeds"
-    if of.seeds >= LEAST:
+    if of.seeds >= LEAST or (cut and not of.seeds):
         who = "the time budget cut the trainings to" if cut else "the trainings have"
         return f"{who} {steps} steps, too few to compare"
     if report.left_out:

@@ -127,7 +127,7 @@ class _Bench:
 
     def __init__(self, args: argparse.Namespace, warned: Warned) -> None:
         self._began, self._warned = time.monotonic(), warned
-        self._least_s = 0.0  # that a group takes, if it was more than its share of the budget
+        self._least_s = 0.0  # that a group takes at least, once one has taken more than its share
         device = pick_device(args.device)
         self._options = TaskOptions(device, args.quick, args.data)
         batches = unique(args.batch)
@@ -207,7 +207,7 @@ class _Bench:
             runs = plan.run_group(group, self._options, on_progress, budget)
             kept = plan.Kept(tuple(runs), time.monotonic() - begin)
             if budget is not None and kept.seconds > budget:
-                self._least_s = kept.seconds
+                self._least_s = _uncut(kept)
             self._store.put(group, kept)
             troubled = [run for run in runs if run.status != "ok"]
             each = [f"{run.cell.label} {run.error or run.status}" for run in troubled]
@@ -220,6 +220,12 @@ class _Bench:
     def _update(self, **changes: Any) -> None:
         self.report = replace(self.report, **changes)
         write(self.report, self._file)
+
+
+def _uncut(kept: plan.Kept) -> float:
+    """Seconds of a group that no budget can cut: without the steps after the first turns."""
+    later = [run.step_ms[run.blocks[1] :] for run in kept.runs if len(run.blocks) > 1]
+    return kept.seconds - sum(map(sum, later)) / 1000
 
 
 def _warn(place: str, text: str) -> None:
@@ -252,10 +258,10 @@ def _described(
     optimizer = args.optimizer or task.optimizer
     if optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
-        raise UsageError(f"--task {name}: has optimizer {optimizer!r}; use one of {known}")
+        raise UsageError(f"task {name}: has optimizer {optimizer!r}; use one of {known}")
     if task.epochs < 1 or not (task.lr is None or 0 < task.lr < float("inf")):
         raise UsageError(
-            f"--task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
+            f"task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
             "lr above 0, or None, are needed"
         )
     for size in batches:
@@ -265,7 +271,7 @@ def _described(
             raise
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
-            raise UsageError(f"--task {name}: loader({size}, 0) raised {raised}") from error
+            raise UsageError(f"task {name}: loader({size}, 0) raised {raised}") from error
         if first is None:
             raise UsageError(f"--batch {size}: {name} has fewer samples")
     own = task.lr if optimizer == task.optimizer else None

@@ -89,10 +89,7 @@ class Turns:
     def run(self) -> list[Run]:
         """Train all to their end."""
         self._train()
-        ready = [one for one in self._trainings if one.trained and one.infers]
-        for _ in range(INFERENCES if len(ready) > 1 else 0):
-            for training in self._draw.sample(ready, len(ready)):
-                training.infer()
+        self._infer([one for one in self._trainings if one.trained and one.infers])
         for training in self._trainings:
             training.free()
         self._measure_apart()
@@ -121,6 +118,17 @@ class Turns:
                 self._draw.shuffle(order)
             rounds += 1
             order = [training for training in order if not training.over]
+
+    def _infer(self, ready: Sequence[CellTraining]) -> None:
+        """Time inference in rounds, as many as there is time for; the first does not count."""
+        took = sum(training.step_ms for training in ready) / 1000  # a step has a forward
+        for number in range(INFERENCES if len(ready) > 1 else 0):
+            if self._left() < took * (1 if number else 2):
+                break
+            begin = time.monotonic()
+            for training in self._draw.sample(ready, len(ready)):
+                training.infer()
+            took = time.monotonic() - begin
 
     def _measure_apart(self) -> None:
         """Each takes about as long as the longest before it, as far as is known."""

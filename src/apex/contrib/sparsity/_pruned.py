@@ -72,7 +72,7 @@ class PrunedModel:
         if self.verbosity >= verbosity and is_rank0:
             if logger.hasHandlers():
                 logger.info("[ASP] %s", message)
-            else:
+            elif sys.stdout is not None:  # the caller may have closed it: >&-
                 sys.stdout.write(f"[ASP] {message}\n")
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:

@@ -58,7 +58,7 @@ class WhatIf:
     @property
     def answer(self) -> str:
         """A few sentences: each format, then what else decides between levels."""
-        scale = f"float16 needs a loss scale of at most 2**{math.log2(self.ranges.scale):.0f}"
+        scale = f"float16 needs a loss scale of at most {_power(self.ranges.scale)}"
         parts, is_part = [], bool(self.unseen or self.others)
         if not self.layers:
             parts.append("Nothing was measured: no layer with a product gave any numbers.")
@@ -132,7 +132,7 @@ class WhatIf:
         if "float16" in self.formats:
             lost, total = ranges.small
             share = f"{lost / max(total, 1):.2%} of the gradients of products become zero"
-            lines.append(f"In float16, at a loss scale of {ranges.scale:g}, {share}.")
+            lines.append(f"In float16, at a loss scale of {_power(ranges.scale)}, {share}.")
         if self.unseen:
             lines.append(f"Not seen: products or gradients of weights of {', '.join(self.unseen)}.")
         if self.others:
@@ -192,6 +192,10 @@ def _names(layers: Sequence[Layer]) -> str:
     if len(shown) > SHOWN:
         return f"{', '.join(shown[:SHOWN])} and {len(shown) - SHOWN} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+
+
+def _power(scale: float) -> str:
+    return f"2**{math.log2(scale):.0f}"
 
 
 def _reason(layer: Layer, form: str) -> str:

@@ -71,20 +71,23 @@ def load(name: str, options: TaskOptions) -> Task:
         return task
     path, colon, function = name.rpartition(":")
     if not colon or not path or not function:
-        raise UsageError(f"--task {name}: use FILE.py:FUNCTION or one of {', '.join(TASKS)}")
+        raise UsageError(f"task {name}: use FILE.py:FUNCTION or one of {', '.join(TASKS)}")
     build = getattr(_imported(name, Path(path)), function, None)
     if not callable(build):
-        raise UsageError(f"--task {name}: there is no function {function} in {path}")
+        raise UsageError(
+            f"task {name}: there is no function {function} in {path}; write one that returns an "
+            f"object with {', '.join(NEEDED)} (docs/precision-report.md, 'Your own model')"
+        )
     try:
         made = build(options)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--task {name}: {function} raised {raised(error)}") from error
+        raise UsageError(f"task {name}: {function} raised {raised(error)}") from error
     try:
         return complete(made)
     except TypeError as error:
-        raise UsageError(f"--task {name}: what {function} returned {error}") from None
+        raise UsageError(f"task {name}: what {function} returned {error}") from None
 
 
 def complete(made: Any) -> Task:
@@ -114,17 +117,17 @@ def complete(made: Any) -> Task:
 def _imported(name: str, file: Path) -> ModuleType:
     """Import a file of the user's as ``python file`` would find its neighbours."""
     if file.suffix != ".py" or not file.is_file():
-        raise UsageError(f"--task {name}: there is no Python file {file}")
+        raise UsageError(f"task {name}: there is no Python file {file}")
     file = file.resolve()
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     try:
         module = importlib.import_module(file.stem)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--task {name}: {file.name} raised {raised(error)}") from error
+        raise UsageError(f"task {name}: {file.name} raised {raised(error)}") from error
     if Path(getattr(module, "__file__", None) or "").resolve() != file:
         raise UsageError(
-            f"--task {name}: another module is called {file.stem} ({module.__name__} of "
+            f"task {name}: another module is called {file.stem} ({module.__name__} of "
             f"{getattr(module, '__file__', None) or 'Python itself'}); rename the file"
         )
     return module
