@@ -144,19 +144,12 @@ def not_compiled(function: _Function) -> _Function:
 
 
 def capturing() -> bool:
-<<<<<<< HEAD
     """Whether what is launched now goes into a CUDA graph: not before torch has initialized CUDA.
 
     ``torch.cuda.is_available`` would count devices each time: 7 Python calls with torch for CUDA.
     """
     has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return has_cuda and torch.cuda.is_current_stream_capturing()
-=======
-    """Whether what is launched now goes into a CUDA graph."""
-    # Whether there is a GPU takes torch 1 us to find out; without a context nothing is captured.
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return begun and torch.cuda.is_current_stream_capturing()
->>>>>>> sgd
 
 
 @functools.cache
