@@ -327,8 +327,10 @@ def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[policies.Kep
         ValueError: Such a module is named, by this call or by the earlier one.
     """
     again = {id(one) for x in models if record_of(x) is not None for one in x.modules()}
-    earlier = [other for other in list(prepared) if all(other is not model for model in models)]
-    elsewhere = {id(one): type(other).__name__ for other in earlier for one in other.modules()}
+    elsewhere: dict[int, str] = {}
+    for other in list(prepared) if any(kept) else ():
+        if all(other is not model for model in models):
+            elsewhere |= {id(one): type(other).__name__ for one in other.modules()}
     for model, own in zip(models, kept, strict=True):
         for name, module in named_modules(model):
             hooks = () if id(module) in again else module._forward_pre_hooks.values()

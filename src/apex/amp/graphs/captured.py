@@ -249,10 +249,8 @@ class CapturedStep(Generic[_Results]):
         if probe is not None and probe.found:
             self._give_up(probe.found)
         elif probe is not None and is_settled(states):
-            self._followed, self._since = (
-                Followed(optimizers, probe.clears, probe.read_elsewhere()),
-                0,
-            )
+            self._followed = Followed(optimizers, probe.clears, probe.read_elsewhere())
+            self._since = 0
             self._reports = Reports(states)
         return found
 

@@ -165,13 +165,16 @@ class Skipped:
         self._left = Left([before])
 
     def follow(self) -> None:
-        """Bring the flags of a step without the graph there; the graph's are the next ones."""
+        """Before a replay: bring the flags of a step without the graph there, if one came between.
+
+        Afterwards the ledger has the flags that the graph writes.
+        """
         if self._ledger.left is not self._left:
             self._write(self._ledger.left)
             self._ledger.left = self._left
 
     def note(self) -> None:
-        """Bring the flags of the step that is captured there: a part of the graph."""
+        """At the end of a capture: bring the flags of the captured step there, in each replay."""
         self._left = self._ledger.left
         self._write(self._left)
 
@@ -326,12 +329,12 @@ class Followed:
         return self._replaced()
 
     def follow_skipped(self) -> None:
-        """Let the graph, which is captured or replayed next, know whether the last step counted."""
+        """Before a capture or a replay: bring to the graph whether the last step was skipped."""
         for one in self._skipped:
             one.follow()
 
     def note_skipped(self) -> None:
-        """Note it of the step that is captured, for the next replay."""
+        """At the end of a capture: have each replay bring its own to the next one."""
         for one in self._skipped:
             one.note()
 
