@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from apex import amp, optimizers
+from apex.amp.graphs.probe import Probe
 from tests.amp.captures import MAKERS, Program, batch, equal, repeat
 from tests.recorded_graph import like_a_gpu
 
@@ -336,6 +337,14 @@ def test_what_each_call_replaces_is_named(work):
     text = r"test_capture_programs.py:\d+ .* reads a tensor from the call before"
     with pytest.warns(UserWarning, match=text):
         is_equal(work, lambda program, step, n: step(x_of(n)[:6]), 0, level="O1")
+
+
+@pytest.mark.parametrize(("device", "named"), [("cpu", True), ("meta", False)])
+def test_what_is_replaced_on_the_host_is_no_concern_of_a_graph(device, named):
+    state = [torch.ones(2)]
+    with Probe(torch.device(device)) as probe:
+        state[0] = state[0] * 2
+    assert ("from the call before" in probe.found) == named
 
 
 def test_what_a_call_keeps_or_writes_in_place_is_captured():

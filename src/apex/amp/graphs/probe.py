@@ -109,9 +109,12 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _note(self, func: Any, leaves: Sequence[torch.Tensor]) -> None:
-        """Note what is read from before the call."""
+        """Note what is read from before the call, where the graph will be.
+
+        On the host programs may do as they like; torch makes states of generators there unseen.
+        """
         for leaf in leaves:
-            key = _storage_key(leaf)
+            key = _storage_key(leaf) if self._is_here(leaf.device) else None
             if key is None or key in self._made or key in self._read:
                 continue
             frame = _reader(sys._getframe(2))
