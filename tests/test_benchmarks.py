@@ -48,7 +48,7 @@ def test_a_program_of_another_folder_is_kept_with_all_columns(tmp_path, monkeypa
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "wide.py").write_text(
-        "import os, shutil\nprint('columns', shutil.get_terminal_size().columns, '   ')"
+        "import shutil\nprint('columns', shutil.get_terminal_size().columns, '   ')"
     )
     file = tmp_path / "output.txt"
     assert keep("other.wide", [], file) == 0

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LIMITS = pathlib.Path(__file__).with_name("registers.json")
-# Bytes a thread: Triton 3.5 spills 16 of Lion with Kahan's compensation in bfloat16, 3.8 spills 8 of
-# Adagrad in 16 bits. With 3.7.1, which is pinned, `./dev kernels` takes any spill for a fault.
+# Bytes a thread: Triton 3.5 spills 16 of Lion with Kahan's compensation in bfloat16, and 3.8 spills
+# 8 of Adagrad in 16 bits. With the Triton that is pinned `./dev kernels` takes any for a fault.
 SPILLS = {"lion": 16, "adagrad": 8}
 Finding = Mapping[str, Any]
 
