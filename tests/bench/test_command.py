@@ -324,7 +324,7 @@ def test_bad_requests_are_one_line_and_train_nothing(tmp_path, monkeypatch, caps
         assert main(["bench", "--quick", *words]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
-    assert len(errors.replace(str(TASKS.parent), "")) < 200  # wherever the checkout is
+    assert len(errors.replace(str(TASKS.parent), "")) < 250  # wherever the checkout is
     assert said in errors
     assert not list(tmp_path.iterdir())
 
