@@ -50,6 +50,8 @@ SIZES: dict[str, list[Shape]] = {
     "focal_loss": [(64, 80), (4096, 80), (40_000, 80)],
     "swiglu": [(1, 1_000), (100, 1_000), (1000, 4_000)],
     "index_mul_2d": [(256, 32), (4096, 64), (40_000, 64)],
+    "dense_gelu_dense": [(4, 64), (64, 256)],
+    "mlp": [(4, 64), (64, 256)],
 }  # fmt: skip
 LAYER = "layer with mask_func"
 
