@@ -50,8 +50,11 @@ SIZES: dict[str, list[Shape]] = {
     "cross_entropy": CLASSES,
     "cross_entropy, smoothed": CLASSES,
     "linear_cross_entropy": [(64, 1000), (512, 8192), (2048, 16384)],
+    "focal_loss": [(64, 80), (4096, 80), (40_000, 80)],
     "swiglu": [(1, 1_000), (100, 1_000), (1000, 4_000)],
     "index_mul_2d": [(256, 32), (4096, 64), (40_000, 64)],
+    "dense_gelu_dense": [(4, 64), (64, 256)],
+    "mlp": [(4, 64), (64, 256)],
 }  # fmt: skip
 LAYER = "layer with mask_func"
 
@@ -78,7 +81,7 @@ def _widened(function: Function, op: Op) -> Function:
     def wide(x: Tensor, *inputs: Any) -> Tensor:
         wider = [t.float() if _is_floating(t) else t for t in (x, *inputs)]
         y = function(*wider)
-        return y if op.name.startswith(("cross_entropy", "linear")) else y.to(x.dtype)
+        return y if op.name.startswith(("cross_entropy", "linear", "focal")) else y.to(x.dtype)
 
     return wide
 
