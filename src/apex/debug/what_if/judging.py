@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from apex import _precision_policy as policies
 from apex.debug import calls
-from apex.debug.what_if.formats import Format, InFormat, Products, Rounding, State, largest, nonzero
+from apex.debug.tensors import largest
+from apex.debug.what_if.formats import Format, InFormat, Products, Rounding, State, nonzero
 from apex.debug.what_if.tracing import INPUT, RESULT, ProductCall, ProductTrace, Results
 
 ENOUGH = 8  # batches
@@ -180,9 +181,9 @@ class Study:
         with trace.on(self.model):
             for number in range(len(self.batches)):
                 gradients = self.passed(number, trace)
-                self.called &= trace.called
-                for key, size in trace.outputs:
-                    self.layers[key].output = max(self.layers[key].output, float(size))
+                self.called &= {key for key, _ in trace.calls}
+                for key, sizes in trace.calls:
+                    self.layers[key].output = max([self.layers[key].output, *map(float, sizes)])
                 if not has_scale:
                     self._note_gradients(number, trace, gradients)
                 for piece in trace.pieces:
@@ -201,9 +202,8 @@ class Study:
         with context:  # a copy: what the loss scales in place would be so in each pass
             batch = tree_map_only(torch.Tensor, _copy, self.batches[number])
             loss: Any = self.loss(self.model, batch)
-        is_tensor = isinstance(loss, torch.Tensor)
-        if not is_tensor or loss.numel() != 1 or not loss.requires_grad:
-            shape = f" of shape {tuple(loss.shape)}" if is_tensor else ""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            shape = f" of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else ""
             raise TypeError(
                 f"apex.debug.what_if: loss gave a {type(loss).__name__}{shape}; it must give a "
                 "tensor of one element that depends on the weights, and nothing else"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from apex._precision_policy import MARK, VERSION, write
+from apex.debug.sentences import SHOWN, listed
 from apex.debug.tensors import plain
 from apex.debug.undisturbed import unchanged, undisturbed
 from apex.debug.what_if.formats import FORMATS
@@ -20,7 +21,6 @@ from apex.debug.what_if.updates import Updates
 
 # Okabe and Ito's, which colour-blind readers can tell apart; each cell has the word too.
 COLOURS = {"safe": "#56B4E9", "look": "#F0E442", "not safe": "#D55E00", "not decided": "#CCCCCC"}
-SHOWN = 4  # names in a sentence
 
 
 class WhatIf:
@@ -189,10 +189,7 @@ class WhatIf:
 
 
 def _names(layers: Sequence[Layer]) -> str:
-    shown = [f"`{one.name}`" if one.name else "the model's own products" for one in layers]
-    if len(shown) > SHOWN:
-        return f"{', '.join(shown[:SHOWN])} and {len(shown) - SHOWN} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+    return listed([f"`{one.name}`" if one.name else "the model's own products" for one in layers])
 
 
 def _power(scale: float) -> str:
@@ -258,9 +255,9 @@ def what_if(
         raise ValueError(f"apex.debug.what_if: formats was {names!r}; allowed: {[*FORMATS]}")
     if not isinstance(limit, int) or limit < 1:
         raise ValueError(f"apex.debug.what_if: limit was {limit!r}; allowed: 1 or more, 8 decide")
-    listed, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(names)]
+    taken, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(names)]
     wrong = [f"{n} is {p.dtype}" for n, p in model.named_parameters() if p.dtype != torch.float32]
-    wrong += [] if listed else ["batches was empty"]
+    wrong += [] if taken else ["batches was empty"]
     if wrong or not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"apex.debug.what_if: {[*wrong, 'no weight requires a gradient'][0]}; pass a model in "
@@ -269,6 +266,6 @@ def what_if(
     model = plain(model)
     stance = torch.compiler.set_stance("force_eager")
     with undisturbed(), unchanged(model, loss), torch.enable_grad(), stance:
-        study = Study(model, loss, listed, forms)
+        study = Study(model, loss, taken, forms)
         updates = Updates(study.parameters, optimizer)
         return WhatIf(study, study.run(updates.step), updates)

@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from apex.debug import calls
-from apex.debug.tensors import HALVES
+from apex.debug.tensors import HALVES, largest
 from apex.debug.what_if import formats
-from apex.debug.what_if.formats import InFormat, Products, Rounding, floating, is_bias, largest
+from apex.debug.what_if.formats import InFormat, Products, Rounding, floating, is_bias
 
 Results = dict[tuple[str, int], torch.Tensor]  # by kind and place
 RESULT, INPUT, WEIGHT = "result", "input gradient", "weight gradient"
@@ -60,7 +60,8 @@ class ProductCall:
         args, kwargs = formats.built(leaves, self._spec)
         output = self.call(*args, **kwargs)
         self._seen = {(RESULT, place): one.detach() for place, one in enumerate(floating(output))}
-        output = _copied(output)
+        # for the program, which may write it (ReLU): hooks on a view that is written never run
+        output = tree_map_only(torch.Tensor, torch.clone, output)
         self.watch(output)
         return output
 
@@ -122,13 +123,6 @@ class ProductCall:
         return [float(largest(self._leaves[place])) for place in self._places]
 
 
-def _copied(output: Any) -> Any:
-    """For the program, which may write it (ReLU): hooks on a view that is written never run."""
-    if isinstance(output, torch.Tensor):  # usual, and four times faster
-        return output.clone()
-    return tree_map_only(torch.Tensor, torch.clone, output)
-
-
 def _kept(leaf: Any) -> Any:
     """A copy of a tensor, since the program may write it; a parameter is one itself."""
     is_one = isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
@@ -154,8 +148,7 @@ class ProductTrace(Products):
 
     Attributes:
         pieces: What can run again, of one pass: its products in their order, and attentions.
-        outputs: The largest magnitudes that module calls gave in it, with the ids of the modules.
-        called: The ids of the modules that were called in it.
+        calls: Of each module call in it the id of the module, and the sizes of what it gave.
         readers: Of each parameter, by id, the ids of the modules that multiplied with it.
     """
 
@@ -167,8 +160,8 @@ class ProductTrace(Products):
     def forget(self) -> None:
         """Let go of one pass, which keeps all activations."""
         self.pieces: list[ProductCall] = []
-        self.outputs: list[tuple[int, torch.Tensor]] = []
-        self.called, self._frames = set[int](), [Frame(None, ((), {}), 0, [], {})]
+        self.calls: list[tuple[int, list[torch.Tensor]]] = []
+        self._frames = [Frame(None, ((), {}), 0, [], {})]
 
     @contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[None]:
@@ -182,14 +175,13 @@ class ProductTrace(Products):
             yield
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self.called.add(id(module))
         versions = _versions(args, kwargs)
         self._frames.append(Frame(module, (args, kwargs), self.count, versions, {}))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         frame = self._frames.pop()
         with torch._C.DisableTorchFunction():  # hooks run in this context, 3.5 us a call
-            self.outputs += [(id(module), largest(one)) for one in floating(output)]
+            self.calls.append((id(module), [largest(one) for one in floating(output)]))
             if len(frame.free) > 1 and frame.versions == _versions(*frame.given):
                 for part in frame.free.values():
                     part.is_part = True
