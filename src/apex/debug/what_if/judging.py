@@ -75,7 +75,7 @@ class Layer:
         kind: The class of the module.
         keep: The module that a policy names to keep this one out of a format: itself, or the
             nearest around it that was called and whose weights nobody else has or reads; else None.
-        verdicts: By format.
+        verdicts: By format, in the order in which these were asked for.
         batches: The numbers of those in which its products gave numbers.
         product: The largest magnitude of what its products gave in float32.
         operand: Of what they multiply, where that or the result is beyond a format.
@@ -287,10 +287,8 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _why(layer: Layer, verdict: LayerVerdict, form: Format) -> str:
-    end, result = (
-        torch.finfo(form.result).max,
-        "scores reach" if layer.is_attention else "result reaches",
-    )
+    end = torch.finfo(form.result).max
+    result = "scores reach" if layer.is_attention else "result reaches"
     for what, size in ((result, layer.product), ("input or weight reaches", layer.operand)):
         if verdict.inf and size > end:
             return f"its {what} {size:.2g}, {form.name} ends at {end:g}"

@@ -96,17 +96,15 @@ class WhatIf:
 
     def _needs(self, form: str) -> str:
         """What a 16-bit format needs, as the end of a sentence; empty if it needs nothing."""
-        bad, look = self.states(form, "not safe"), self.states(form, "look")
+        bad = self.states(form, "not safe")
         text = f"needs {_names(bad)} in float32: {bad[0].verdicts[form].why}" if bad else ""
         for one in [layer for layer in bad if layer.keep != layer.name]:
             keep = f"names `{one.keep}`" if one.keep else "can name nothing"
             text += f" (a policy {keep} for {_names([one])})"
-        if look:
-            text += f"{'; ' if bad else 'is safe, but '}look at {_names(look)}"
-        if few := self.states(form, "not decided"):
-            text += (
-                f"{'; ' if text else 'is '}not decided for {_names(few)} (below {ENOUGH} batches)"
-            )
+        if look := _names(self.states(form, "look")):
+            text += f"{'; ' if bad else 'is safe, but '}look at {look}"
+        if few := _names(self.states(form, "not decided")):
+            text += f"{'; ' if text else 'is '}not decided for {few} (below {ENOUGH} batches)"
         return text
 
     def _e4m3(self) -> str:
@@ -122,7 +120,7 @@ class WhatIf:
         """Layer by format: the verdict and the worst cosine, or inf."""
         rows = [["layer", "kind", *self.formats]]
         for one in self.layers:
-            cells = [one.verdicts[form].cell for form in self.formats]
+            cells = [verdict.cell for verdict in one.verdicts.values()]
             rows.append([one.name or "(the model)", one.kind, *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -180,9 +178,9 @@ class WhatIf:
         axes = figure.subplots()
         axes.axis("off")
         axes.set_title(f"{self.model}: worst cosine to float32", fontsize=9)
-        rows = [[one.verdicts[form] for form in self.formats] for one in self.layers]
-        cells = [[verdict.cell for verdict in row] for row in rows]
-        colours = [[COLOURS[verdict.state] for verdict in row] for row in rows]
+        verdicts = [one.verdicts.values() for one in self.layers]
+        cells = [[one.cell for one in row] for row in verdicts]
+        colours = [[COLOURS[one.state] for one in row] for row in verdicts]
         names = [one.name or one.kind for one in self.layers]
         axes.table(cells, colours, rowLabels=names, colLabels=self.formats, loc="center")
         figure.savefig(path, dpi=150, bbox_inches="tight")
