@@ -123,7 +123,7 @@ SMALL = {  # ours, torch's, arguments, calls that ours adds at most
     "MLP": (MLP([64, 64, 64]), perceptron(), (X,), 3),
     "SwiGLU": (swiglu, gated, (X, X), 1),
     "layer norm, bfloat16": (NARROW_NORM, widened(layer_norm), (X.to(BF16),), 6),
-    "layer norm, many": (FusedLayerNorm(64), nn.LayerNorm(64), (MANY,), 2),
+    "layer norm, many": (FusedLayerNorm(64), nn.LayerNorm(64), (MANY,), 3),
     "group norm, large": (GroupNorm(2, 8), nn.GroupNorm(2, 8), (LARGE,), 1),
     "group norm, SiLU, bfloat16": (
         GroupNorm(2, 8, act="silu", dtype=BF16), widened(lambda x: F.silu(NORM(x))),

@@ -131,8 +131,9 @@ def norm(
     """
     operation = MEMORY_EFFICIENT if memory_efficient else OP
     implementation = operation.choose(x)
-    if implementation is row_norm_pieces and operation is OP and centered and x.dtype in WIDE:
-        implementation = None  # they do not serve it
+    if implementation is row_norm_pieces:
+        pays = row_norm_pieces.pays(x, centered, memory_efficient)
+        implementation = implementation if pays else None
     if implementation is None:
         try:
             dtype = x.dtype
@@ -150,6 +151,9 @@ def norm(
             pass  # below are the words for what does not fit together
     elif implementation is not UNSURE and _fit(x, weight, bias, shape):
         dtypes = (x.dtype, x.dtype) if memory_efficient else (x.dtype,)
+        if implementation is row_norm_pieces and not torch.is_grad_enabled():
+            tensors = operation._dense((x, weight, bias), range(3))
+            return row_norm_pieces.forward(*tensors, shape, eps, centered, *dtypes)[0]
         how = (implementation, shape, eps, centered, *dtypes)
         return operation.compute(x, weight, bias, how)
     x, weight, bias = OP.cast(x, weight, bias)
