@@ -2,7 +2,7 @@
 
 ``losses``: the transformer of ``apex bench --task text-transformer``, 300 steps of 16 x 64
 characters, the learning rate up over 20 steps and then linearly down to 0. Printed are the loss of
-held-out text, seconds of the training, and of its steps. ``steps``: a step of ours and of
+held-out text, CPU seconds of the training, and of its steps. ``steps``: a step of ours and of
 ``torch.optim.Muon``, in turns; the ratio is the median of those of neighbours, with quartiles.
 
     python -m benchmarks.muon [losses] [steps] [--seeds 2]
@@ -52,20 +52,20 @@ TRAINED: dict[str, Make] = {
 
 
 def trained(make: Make, seed: int) -> tuple[float, float, float]:
-    """Loss of held-out text, and seconds of the training and of the optimizer's steps."""
+    """Loss of held-out text, and CPU seconds of the training and of the optimizer's steps."""
     torch.manual_seed(seed)
     task = text.transformer(TaskOptions(torch.device("cpu")))
     model = cast(nn.Module, task.model())
     optimizer = make(model)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, _share)
     batches = iter(task.loader(BATCH, seed))
-    began, steps = time.perf_counter(), 0.0
+    began, steps = time.thread_time(), 0.0
     for _ in range(STEPS):
         optimizer.zero_grad()
         task.loss(model, next(batches)).backward()
-        steps += timed(optimizer.step, clock=time.perf_counter)
+        steps += timed(optimizer.step)
         rates.step()
-    seconds = time.perf_counter() - began
+    seconds = time.thread_time() - began
     with torch.no_grad():
         return task.test_loss(model.eval()), seconds, steps
 

@@ -3,10 +3,10 @@
 Such an expression computes in float32 and rounds once, as ours does. One that rounds to 16 bits on
 the way is listed with "less exact" and is no goal. Linear cross-entropy of 16 bits rounds its
 logits, as a program of two functions does: float32 is "more exact" there, and no goal. All run in
-turn in one process, on one thread; a ratio is the median of the ratios of neighbouring runs, ours
-over theirs: below 1 ours is faster. "over" marks the rows above the rule: 1.10 of theirs and 6 us
-forward, 12 us with backward. The operations, their inputs and the expressions are those of
-`apex.selftest.catalogue`.
+turn in one process; timed is the CPU time of one thread. A ratio is the median of the ratios of
+neighbouring runs, ours over theirs: below 1 ours is faster. "over" marks the rows above the rule:
+1.10 of theirs and 6 us forward, 12 us with backward. The operations, their inputs and the
+expressions are those of `apex.selftest.catalogue`.
 
     python -m benchmarks.ops_on_cpu [--seconds 0.3] [NAME ...]      # rotary layer_norm ...
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,12 +139,11 @@ def _times(
     functions: dict[str, Function], inputs: tuple[Any, ...], dy: Any, seconds: float
 ) -> dict[str, list[float]]:
     """Seconds of each run, run by run in turn."""
-    clock = time.perf_counter
     runs = {name: partial(_run, function, inputs, dy) for name, function in functions.items()}
-    once = {name: partial(timed, run, clock=clock) for name, run in runs.items()}
+    once = {name: partial(timed, run) for name, run in runs.items()}
     *_, last = zip(*take_turns(once, 4).values(), strict=True)
     calls = max(1, int(2e-4 / sum(last) * len(runs)))
-    turns = {name: partial(timed, run, calls, clock) for name, run in runs.items()}
+    turns = {name: partial(timed, run, calls) for name, run in runs.items()}
     return take_turns(turns, 7, seconds=seconds)
 
 
