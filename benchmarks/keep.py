@@ -7,7 +7,8 @@ prints what ``python -m benchmarks.host_overhead --rounds 9`` prints, and writes
 command, the commit and the machine, to ``benchmarks/results/host-overhead.txt``. A name with a dot
 is a program of another folder: the second line keeps ``./dev kernels`` in ``tools-kernels.txt``.
 While the program runs, and for good if it fails, the file ends in ``.part``, so that no number is
-lost and none of an unfinished run is taken for a result.
+lost and none of an unfinished run is taken for a result. With ``--found`` an exit code of 1 is no
+failure: ``./dev kernels`` ends so where a kernel spills.
 """
 
 import argparse
@@ -32,7 +33,7 @@ WIDE = "250"  # columns: a file has room for every one of a table
 OF_THE_COMMAND = ("ONEDNN_MAX_CPU_ISA", "THP_MEM_ALLOC_ENABLE")
 
 
-def keep(program: str, arguments: list[str], file: Path) -> int:
+def keep(program: str, arguments: list[str], file: Path, *, found: bool = False) -> int:
     """Run ``program`` and write ``file``; give back the program's exit code."""
     module = program if "." in program else f"benchmarks.{program}"
     words = [sys.executable, "-u", "-m", module, *arguments]
@@ -51,7 +52,7 @@ def keep(program: str, arguments: list[str], file: Path) -> int:
                 kept.write(f"{line.rstrip()}\n")
                 kept.flush()
         kept.write(f"\nended: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC\n")
-    if process.returncode == 0:
+    if process.returncode in ((0, 1) if found else (0,)):
         part.replace(file)
     return process.returncode
 
@@ -75,10 +76,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("program", help="a module of this folder, or a.b of another one")
     parser.add_argument("--file", type=Path, help="default: benchmarks/results/PROGRAM.txt")
+    parser.add_argument("--found", action="store_true", help="exit code 1 is no failure")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's")
     args = parser.parse_args()
     file = args.file or RESULTS / f"{re.sub('[._]', '-', args.program)}.txt"
-    return keep(args.program, args.arguments, file)
+    return keep(args.program, args.arguments, file, found=args.found)
 
 
 if __name__ == "__main__":

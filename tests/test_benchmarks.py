@@ -55,6 +55,9 @@ def test_a_program_of_another_folder_is_kept_with_all_columns(tmp_path, monkeypa
     lines = file.read_text().splitlines()
     assert lines[0] == "$ ONEDNN_MAX_CPU_ISA=AVX2 python -m other.wide"
     assert "columns 250" in lines
+    (tmp_path / "other" / "wide.py").write_text("print('spills')\nraise SystemExit(1)")
+    assert keep("other.wide", [], file, found=True) == 1
+    assert "spills" in file.read_text().splitlines()
 
 
 def test_a_program_that_fails_leaves_the_results_as_they_were(tmp_path, monkeypatch, capfd):
