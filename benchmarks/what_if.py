@@ -254,10 +254,10 @@ def study(net: str, fault: str, seed: int) -> dict[str, Any]:
             "guilty": [name for name in accused if name in layers],
             "innocent": [name for name in accused if name not in layers],
             "worst of the guilty": min(
-                [verdicts[n].score.cosine for n in layers if n in verdicts], default=None
+                [verdicts[n].cosine for n in layers if n in verdicts], default=None
             ),
             "worst of the innocent": min(
-                one.score.cosine for name, one in verdicts.items() if name not in layers
+                one.cosine for name, one in verdicts.items() if name not in layers
             ),
         }
     return rows

@@ -20,7 +20,7 @@ from apex.cli.command_line import UsageError, raised
 from apex.cli.options import add_device, at_least, check_file, pick_device
 from apex.debug import WhatIf, what_if
 from apex.debug.what_if.formats import FORMATS
-from apex.debug.what_if.verdicts import ENOUGH
+from apex.debug.what_if.judging import ENOUGH
 
 HELP = """Measure, layer by layer, in which number formats a model can be trained, on any machine:
 the formats are emulated. Prints an answer, a table and the reasons. The task is that of apex bench:

@@ -224,7 +224,7 @@ class op:  # lower case, like torch.autocast: used as a function
             return self.pieces
         if _forced or not x.is_cpu or self.pieces is None or size <= self.pieces.above:
             return None
-        return UNSURE if hasattr(self.pieces, "serves") else self.pieces
+        return self.pieces  # the caller asks them whether they serve
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
@@ -233,7 +233,7 @@ class op:  # lower case, like torch.autocast: used as a function
         x = args[0]
         implementation = self.choose(x)
         if implementation is not UNSURE and self._are_plain(args):
-            if implementation is None:
+            if implementation is None or not self._serves(implementation, args):
                 return self.definition(*args)
             return self.compute(*self._split(args, implementation))
         device_type = x.device.type
@@ -295,9 +295,16 @@ class op:  # lower case, like torch.autocast: used as a function
         if self.own_backward:
             return self.pieces
         pieces = self.pieces if x.is_cpu and forced is None else None
-        if pieces is None or size <= pieces.above:
+        if pieces is None or size <= pieces.above or not self._serves(pieces, args):
             return None
-        return pieces if getattr(pieces, "serves", None) is None or pieces.serves(*args) else None
+        return pieces
+
+    def _serves(self, implementation: Any, args: Sequence[Any]) -> bool:
+        """Whether what `choose` says is faster than the definition: pieces may depend on all."""
+        if implementation is not self.pieces or self.own_backward:
+            return True
+        serves = getattr(self.pieces, "serves", None)
+        return serves is None or serves(*args)
 
     def _fuses(self, x: torch.Tensor) -> bool:
         """Whether there is a kernel for ``x``, and can run."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from apex._precision_policy import named_modules
 from apex.amp.casting import kept as policies
@@ -31,6 +32,9 @@ from apex.amp.policy import HALF_TYPES, Properties
 prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # with hooks of amp
 
 
+_CONVERSIONS = (torch.Tensor.to, torch.Tensor.type)
+
+
 class _Caster:
     """Casts floating tensors, and objects that offer ``to``, to a dtype.
 
@@ -44,10 +48,26 @@ class _Caster:
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value.to(self.dtype)
+            with _FloatingOnly():
+                return value.to(self.dtype)
         if value.is_floating_point() and value.dtype not in self.kept:
             return value.to(self.dtype)
         return value
+
+
+class _FloatingOnly(TorchFunctionMode):
+    """Has ``to(dtype)`` of a program's object leave its masks, indices and complex tensors alone.
+
+    Such a method passes what it gets on to all of its tensors, because programs call it with a
+    device. A mask in float16 has no ``~``, and token numbers above 2048 would be other ones.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _CONVERSIONS and not args[0].is_floating_point():
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
@@ -112,11 +132,14 @@ class _Guard(_Hook):
         if torch.compiler.is_compiling():
             return
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args):
+            name = self.level.model
             raise RuntimeError(
                 f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
-                f"its {self.level.model} was not called through nn.Module: model.forward(x), or a "
-                "__call__ of its own, bypasses the hooks that cast. Call model(x), and leave "
-                "__call__ to nn.Module; or pass inputs of the weights' dtype."
+                f"its {name} was not called as model(x). The casts are hooks of {name}, which "
+                "model.forward(x), another method (model.encode(x)), a __call__ of its own and a "
+                "call of one of its parts bypass. Call model(x), and leave __call__ to nn.Module; "
+                "or pass its parts to amp.initialize instead, as in [model.encoder, "
+                "model.decoder]; or pass inputs of the weights' dtype."
             )
 
 

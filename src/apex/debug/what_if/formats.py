@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from apex.debug.tensors import largest
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+State = Literal["safe", "look", "not safe", "not decided"]
 
 
 class Format(NamedTuple):
@@ -39,6 +42,10 @@ class Format(NamedTuple):
     look: float
     others: str = "float32"
 
+    def state(self, cosine: float) -> State:
+        """What a worst cosine means."""
+        return "safe" if cosine >= self.safe else "look" if cosine >= self.look else "not safe"
+
 
 FLOAT32 = Format("float32", *(torch.float32, torch.float32, torch.float32), 1.0, 1.0)
 FORMATS = {
@@ -46,14 +53,6 @@ FORMATS = {
     "bfloat16": Format("bfloat16", *(torch.bfloat16, torch.bfloat16, torch.bfloat16), 0.999, 0.99),
     "e4m3": Format("e4m3", E4M3, torch.bfloat16, E5M2, 0.98, 0.93, "bfloat16"),
 }
-
-
-def largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, 0-dim; 0 of no elements."""
-    if not tensor.numel():
-        return tensor.new_zeros(())
-    low, high = torch.aminmax(tensor.detach())  # abs() is memory: 160 us of 2**16 on a busy CPU
-    return torch.maximum(-low, high)
 
 
 def nonzero(x: torch.Tensor) -> int:
@@ -111,6 +110,10 @@ class Rounding:
         """Round the gradient that reaches a product."""
         return self._scaled(x, self.form.gradient)
 
+    def zeroed(self, gradient: torch.Tensor) -> int:
+        """How many numbers of a gradient become zero in a 16-bit type, at the loss scale."""
+        return nonzero(gradient) - nonzero(rounded_(gradient * self.scale, self.form.result))
+
     @staticmethod
     def _scaled(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in (E4M3, E5M2):
@@ -135,15 +138,14 @@ class _Mapped(torch.autograd.Function):
 mapped: Any = _Mapped.apply  # torch has no types for it
 
 _ATTENTION = "scaled_dot_product_attention"
-_IN_PLACE = {"addbmm_", "addmm_", "addmv_", "baddbmm_"}
+# Recurrent layers and attention are one product. addmm and its like are also written with a "_".
 _PRODUCTS = {
     *("__rmatmul__", "addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul"),
-    *("conv1d", "conv2d", "conv3d", "conv_tbc", "convolution"),
-    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "dot"),
-    *("einsum", "embedding", "embedding_bag", "gru", "gru_cell", "inner"),
-    *("linalg_matmul", "linalg_multi_dot", "linear", "lstm", "lstm_cell", "matmul", "mm"),
-    *("multi_head_attention_forward", "mv"),
-    *("rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "tensordot", "vdot", _ATTENTION),
+    *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d"),
+    *("conv_transpose3d", "convolution", "dot", "einsum", "embedding", "embedding_bag", "gru"),
+    *("gru_cell", "inner", "linalg_matmul", "linalg_multi_dot", "linear", "lstm", "lstm_cell"),
+    *("matmul", "mm", "multi_head_attention_forward", "mv", "rnn_relu", "rnn_relu_cell"),
+    *("rnn_tanh", "rnn_tanh_cell", "tensordot", "vdot", _ATTENTION),
 }
 _NOT_JUDGED = {
     *("_sparse_mm", "cdist", "linalg_matrix_power", "linalg_vecdot", "matrix_power", "smm"),
@@ -152,27 +154,7 @@ _NOT_JUDGED = {
 
 
 def _name_of(function: Any) -> str:
-    name: str = getattr(function, "__name__", "")
-    return name.partition(".")[0]  # "mm.default" of torch.ops.aten
-
-
-def product_of(function: Any, kwargs: dict[str, Any]) -> Any:
-    """What multiplies and adds as a function of torch does, and writes no argument; else None.
-
-    Recurrent layers and attention are one product. What has ``out=`` is none.
-    """
-    name = _name_of(function)
-    if name in _IN_PLACE:
-        return getattr(torch, name[:-1])
-    return function if name in _PRODUCTS and kwargs.get("out") is None else None
-
-
-def not_judged(function: Any, kwargs: dict[str, Any]) -> str:
-    """The name of a function that multiplies and adds and is not judged; empty of any other."""
-    name = _name_of(function)
-    if name in _PRODUCTS and kwargs.get("out") is not None:
-        return f"{name}(out=)"
-    return name if name in _NOT_JUDGED else ""
+    return str(getattr(function, "__name__", "")).partition(".")[0]  # "mm.default" of torch.ops
 
 
 def is_floating(leaf: Any) -> bool:
@@ -235,15 +217,17 @@ class Products(TorchFunctionMode):
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func``, by :meth:`product` if it is one."""
-        kwargs = kwargs or {}
-        if (product := product_of(func, kwargs)) is None:
-            if name := not_judged(func, kwargs):
-                self.others[name] += 1
-            return func(*args, **kwargs)
-        output = self.product(product, args, kwargs)
-        self.count += 1
-        return output if product is func else args[0].copy_(output)
+        """Call ``func``, by :meth:`product` if it is one that writes none of its arguments."""
+        kwargs, name = kwargs or {}, _name_of(func)
+        plain = name if name in _PRODUCTS else name.removesuffix("_")
+        if plain in _PRODUCTS and kwargs.get("out") is None:
+            product = func if plain == name else getattr(torch, plain)
+            output = self.product(product, args, kwargs)
+            self.count += 1
+            return output if product is func else args[0].copy_(output)
+        if plain in _PRODUCTS or name in _NOT_JUDGED:
+            self.others[f"{name}(out=)" if plain in _PRODUCTS else name] += 1
+        return func(*args, **kwargs)
 
 
 class InFormat(Products):

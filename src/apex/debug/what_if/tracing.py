@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from apex.debug import calls
-from apex.debug.tensors import HALVES
+from apex.debug.tensors import HALVES, largest
 from apex.debug.what_if import formats
-from apex.debug.what_if.formats import InFormat, Products, Rounding, floating, is_bias, largest
+from apex.debug.what_if.formats import InFormat, Products, Rounding, floating, is_bias
 
 Results = dict[tuple[str, int], torch.Tensor]  # by kind and place
 RESULT, INPUT, WEIGHT = "result", "input gradient", "weight gradient"
@@ -31,37 +31,37 @@ class ProductCall:
 
     Attributes:
         owner: The module it belongs to.
-        chosen: Of an attention the numbers of its products in the module call.
-        parameters: Those among its arguments.
+        chosen: Of an attention the numbers of its products in the module call; else empty.
+        parameters: The ids of those among its arguments.
         gradients: Of its floating outputs, by their place.
-        outputs: Of one product, what it gave.
         is_part: Whether it is judged as a part of an attention.
     """
 
     def __init__(
-        self, owner: Any, call: Any, leaves: Sequence[Any], spec: Any, chosen: Any = None
+        self, owner: Any, call: Any, leaves: Sequence[Any], spec: Any, chosen: Any = ()
     ) -> None:
         self.owner, self.call, self.chosen, self.is_part = owner, call, chosen, False
         self._spec, self._places = spec, formats.operands(call, leaves, spec)
-        self.parameters = [one for one in leaves if isinstance(one, torch.nn.Parameter)]
+        self.parameters = {id(one) for one in leaves if isinstance(one, torch.nn.Parameter)}
         self._leaves = [_kept(one) for one in leaves]
-        compared = [n for n in self._places if leaves[n].requires_grad and not is_bias(leaves[n])]
-        weights = {id(one) for one in self.parameters}
-        self._wanted = {n: WEIGHT if id(leaves[n]) in weights else INPUT for n in compared}
-        once = len({id(leaves[place]) for place in compared}) == len(compared)
-        self._is_exact = once and chosen is None
-        self.outputs, self._random = list[torch.Tensor](), calls.random_states()
-        self.gradients, self._seen = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        self._wanted = {
+            n: (WEIGHT if id(leaves[n]) in self.parameters else INPUT, n)
+            for n in self._places
+            if leaves[n].requires_grad and not is_bias(leaves[n])
+        }
+        self._seen, self._is_exact, self._random = Results(), not chosen, calls.random_states()
+        self.gradients = dict[int, torch.Tensor]()
 
     def compute(self, leaves: list[Any]) -> Any:
         """Call the product in the pass; note what it gives and the gradients of operands."""
-        for place in self._wanted:
-            note = partial(self._see, place)
-            leaves[place] = formats.mapped(leaves[place], torch.Tensor.detach, note)
+        for place, key in self._wanted.items():
+            see = partial(self._see, key)
+            leaves[place] = formats.mapped(leaves[place], torch.Tensor.detach, see)
         args, kwargs = formats.built(leaves, self._spec)
         output = self.call(*args, **kwargs)
-        self.outputs = [one.detach() for one in floating(output)]
-        output = _copied(output)
+        self._seen = {(RESULT, place): one.detach() for place, one in enumerate(floating(output))}
+        # for the program, which may write it (ReLU): hooks on a view that is written never run
+        output = tree_map_only(torch.Tensor, torch.clone, output)
         self.watch(output)
         return output
 
@@ -71,22 +71,23 @@ class ProductCall:
             if one.grad_fn is not None:  # its hooks see what the program's hooks on tensors give
                 one.grad_fn.register_prehook(partial(self._keep, place, one.output_nr))
 
-    def _see(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
-        self._seen[place] = gradient
+    def _see(self, key: tuple[str, int], gradient: torch.Tensor) -> torch.Tensor:
+        self._seen[key] = gradient.to_dense()
         return gradient
 
     def _keep(self, place: int, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         # The second backward of a gradient penalty reaches operands by other ways as well.
         self._is_exact &= not torch.is_grad_enabled()
         if (gradient := gradients[number]) is not None:
-            self.gradients[place] = gradient.detach()
+            self.gradients[place] = gradient.detach().to_dense()
+
+    def seen(self, kind: str) -> list[torch.Tensor]:
+        """What the pass gave of one product: its results, or gradients of its operands."""
+        return [one for (found, _), one in self._seen.items() if found == kind]
 
     def exact(self) -> Results:
         """What :meth:`run` gives in float32: of one product what the pass computed."""
-        if not self._is_exact:
-            return self.run(EXACT)
-        found: Results = {(RESULT, place): one for place, one in enumerate(self.outputs)}
-        return found | {(self._wanted[n], n): one.to_dense() for n, one in self._seen.items()}
+        return self._seen if self._is_exact else self.run(EXACT)
 
     def run(self, rounding: Rounding) -> Results:
         """Its results, the gradients of its inputs and of its weight matrices, in a format.
@@ -95,45 +96,31 @@ class ProductCall:
         Gradients have the format's loss scale.
         """
         calls.set_random_states(self._random)  # dropout drops the same in every run
-        border = rounding if self.chosen is None else EXACT
+        border = EXACT if self.chosen else rounding
         leaves = [*self._leaves]
         for place in self._places:
             leaves[place] = border.operand(leaves[place]).detach()
-        wanted = {(kind, n): leaves[n].requires_grad_() for n, kind in self._wanted.items()}
-        if self.chosen is not None:  # each matrix sees another path through the attention
+        wanted = {key: leaves[n].requires_grad_() for n, key in self._wanted.items()}
+        if self.chosen:  # each matrix sees another path through the attention
             own = [one for one in self.owner.parameters() if one.requires_grad and not is_bias(one)]
             wanted |= {(WEIGHT, -n): one for n, one in enumerate(own, 1)}
         args, kwargs = formats.built(leaves, self._spec)
-        with nullcontext() if self.chosen is None else InFormat(rounding, self.chosen):
+        with InFormat(rounding, self.chosen) if self.chosen else nullcontext():
             outputs = floating(self.call(*args, **kwargs))
         found = {(RESULT, n): border.result(x.detach()) for n, x in enumerate(outputs)}
         given = {n: one for n, one in self.gradients.items() if outputs[n].requires_grad}
         if wanted and given:
-            times = rounding.scale
-            seeds = [one if times == 1.0 else one * times for one in given.values()]
-            seeds = [*map(border.result_gradient, seeds)]
+            seeds = [border.result_gradient(one * rounding.scale) for one in given.values()]
             ends, every = [outputs[n] for n in given], [*wanted.values()]
             gradients = torch.autograd.grad(ends, every, seeds, allow_unused=True)
-            both = zip(wanted, gradients, strict=True)
-            made = {key: one.to_dense() for key, one in both if one is not None}
-            found |= {key: formats.rounded_(one, border.form.result) for key, one in made.items()}
+            for key, one in zip(wanted, gradients, strict=True):
+                if one is not None:
+                    found[key] = formats.rounded_(one.to_dense(), border.form.result)
         return found
 
-    def sizes(self) -> list[torch.Tensor]:
+    def sizes(self) -> list[float]:
         """The largest magnitudes of what goes in."""
-        return [largest(self._leaves[place]) for place in self._places]
-
-    def gradient_sizes(self) -> list[torch.Tensor]:
-        """The largest magnitudes of the gradients of what comes out in the pass and of inputs."""
-        inputs = [one for place, one in self._seen.items() if self._wanted[place] == INPUT]
-        return [largest(one.to_dense()) for one in (*self.gradients.values(), *inputs)]
-
-
-def _copied(output: Any) -> Any:
-    """For the program, which may write it (ReLU): hooks on a view that is written never run."""
-    if isinstance(output, torch.Tensor):  # usual, and four times faster
-        return output.clone()
-    return tree_map_only(torch.Tensor, torch.clone, output)
+        return [float(largest(self._leaves[place])) for place in self._places]
 
 
 def _kept(leaf: Any) -> Any:
@@ -160,26 +147,21 @@ class ProductTrace(Products):
     """Context that notes the products of passes.
 
     Attributes:
-        pieces: What can run again, of one pass.
-        outputs: The largest magnitudes that module calls gave, by the ids of the modules.
-        called: The ids of the modules that were called in it.
-        numbers: Of the products of each module, by its id, as :class:`InFormat` counts.
-        attentions: The ids of the modules that are judged as one attention.
+        pieces: What can run again, of one pass: its products in their order, and attentions.
+        calls: Of each module call in it the id of the module, and the sizes of what it gave.
         readers: Of each parameter, by id, the ids of the modules that multiplied with it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers: dict[int, set[int]] = defaultdict(set)
         self.readers: dict[int, set[int]] = defaultdict(set)
-        self.attentions = set[int]()
         self.forget()
 
     def forget(self) -> None:
         """Let go of one pass, which keeps all activations."""
         self.pieces: list[ProductCall] = []
-        self.outputs: list[tuple[int, torch.Tensor]] = []
-        self.called, self._frames = set[int](), [Frame(None, ((), {}), 0, [], {})]
+        self.calls: list[tuple[int, list[torch.Tensor]]] = []
+        self._frames = [Frame(None, ((), {}), 0, [], {})]
 
     @contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[None]:
@@ -193,18 +175,16 @@ class ProductTrace(Products):
             yield
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self.called.add(id(module))
         versions = _versions(args, kwargs)
         self._frames.append(Frame(module, (args, kwargs), self.count, versions, {}))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         frame = self._frames.pop()
         with torch._C.DisableTorchFunction():  # hooks run in this context, 3.5 us a call
-            self.outputs += [(id(module), largest(one)) for one in floating(output)]
+            self.calls.append((id(module), [largest(one) for one in floating(output)]))
             if len(frame.free) > 1 and frame.versions == _versions(*frame.given):
                 for part in frame.free.values():
                     part.is_part = True
-                self.attentions.add(id(module))
                 chosen = {number - frame.start for number in frame.free}
                 self.pieces.append(ProductCall(module, module, *formats.flat(*frame.given), chosen))
                 self.pieces[-1].watch(output)
@@ -219,16 +199,14 @@ class ProductTrace(Products):
                 f"apex.debug.what_if: {function.__name__} computed in {halves[0]} already; call it "
                 "before amp.initialize, and with a loss without torch.autocast"
             )
-        for parameter in piece.parameters:
-            self.readers[id(parameter)].add(id(frame.module))
+        for key in piece.parameters:
+            self.readers[key].add(id(frame.module))
         if not piece.parameters:
             frame.free[self.count] = piece
-        self.numbers[id(frame.module)].add(self.count)
         self.pieces.append(piece)
         return output
 
 
 def _versions(args: Any, kwargs: Any) -> list[int]:
     with torch._C.DisableTorchFunction():
-        every = calls.tensors_in(args) + (calls.tensors_in(kwargs) if kwargs else [])
-        return [*map(calls.version_of, every)]
+        return [*map(calls.version_of, calls.tensors_in((args, kwargs) if kwargs else args))]

@@ -20,29 +20,29 @@ class Updates:
 
     Args:
         weights: The parameters that the gradients are of.
-        optimizer: Whose class, options and state the copy has; ``None`` for AdamW's defaults.
+        optimizer: Which is copied with its options and state; ``None`` for AdamW's defaults.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], optimizer: Any) -> None:
-        self.weights = [torch.nn.Parameter(one.detach().clone()) for one in weights]
-        self._pending: Sequence[torch.Tensor | None] | None = None
+        self.name = "AdamW at lr 0.001" if optimizer is None else type(optimizer).__name__
         if optimizer is None:  # fused: 4 instead of 11 ms for 24 linear layers of 256 on a CPU
-            self.optimizer: Any = torch.optim.AdamW(self.weights, fused=True)
-            self.name = "AdamW at lr 0.001"
-            return
-        self.name = type(optimizer).__name__
-        copies = dict(zip(map(id, weights), self.weights, strict=True))
+            optimizer = torch.optim.AdamW(weights, fused=True)
+        memo: dict[int, Any] = {}
+        self.weights = copy.deepcopy([*weights], memo)
+        self._pending: Sequence[torch.Tensor | None] | None = None
         try:
-            groups = [{**group} for group in optimizer.param_groups]
-            for group in groups:  # with what is frozen: the state is by the numbers of all
-                every = group["params"]
-                group["params"] = [copies[id(p)] if p.requires_grad else p.clone() for p in every]
-            self.optimizer = type(optimizer)(groups)  # without the hooks on the first
-            self.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if not {id(p) for p in stepped if p.requires_grad} <= memo.keys():
+                raise ValueError("it steps weights that the model has not")
+            self.optimizer = copy.deepcopy(optimizer, memo)  # without the hooks on the first
+            if type(optimizer).__getstate__ is torch.optim.Optimizer.__getstate__:
+                own = vars(optimizer).keys() - vars(self.optimizer).keys()  # torch leaves them out
+                for name in own - {"step", "zero_grad"}:  # which schedulers put there
+                    setattr(self.optimizer, name, copy.deepcopy(getattr(optimizer, name), memo))
+        except Exception as error:
             raise TypeError(
                 f"apex.debug.what_if: the {self.name} cannot be made again for copies of the "
-                "model's weights, from param_groups and state_dict(); leave optimizer out"
+                f"model's weights, by copy.deepcopy ({error}); leave optimizer out"
             ) from error
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -175,21 +175,26 @@ def _by_torch(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.T
 
     ``None``: what takes more to check or to compute.
     """
-    shape, dims = x.shape, x.dim()
-    if x.dtype not in WIDE or dims < 2 or not x.numel():
+    shape, dims, dtype = x.shape, x.dim(), x.dtype
+    if dtype not in FLOATS or dims < 2 or not x.numel():
         return None
+    z = x * scale if dtype in WIDE else x.float() * scale
     if mask is None:
-        if not causal:
-            return torch.softmax(x * scale, -1)
-        return softmax(x * scale, True, False) if shape[-2] == shape[-1] else None
-    if causal or type(mask) is not torch.Tensor or mask.dtype != torch.bool:
-        return None
-    if not mask.dim() == dims <= 4:
-        return None
-    z = torch.where(mask, MASKED, x * scale)
-    if z.shape != shape:
-        return None
-    return torch.softmax(z, -1).masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
+        if causal and shape[-2] != shape[-1]:
+            return None
+        y = softmax(z, True, False) if causal else torch.softmax(z, -1)
+    else:
+        if causal or type(mask) is not torch.Tensor or not mask.dim() == dims <= 4:
+            return None
+        if mask.dtype == torch.uint8:
+            mask = mask == 1
+        elif mask.dtype != torch.bool:
+            return None
+        z = torch.where(mask, MASKED, z)
+        if z.shape != shape:
+            return None
+        y = torch.softmax(z, -1).masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
+    return y if dtype in WIDE else y.to(dtype)
 
 
 def _fit(x: torch.Tensor, mask: Any, causal: bool) -> bool:
