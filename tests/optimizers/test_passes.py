@@ -105,7 +105,9 @@ def test_files_before_the_update(name):
     kind, options, _ = PASSES[name]
     step, _ = stepped(kind, options, 4)
     _, *files = passes.apex_files(step)  # the first is that of `use`, above
-    before = [*itertools.takewhile(lambda file: not file.startswith("ops/updates/"), files)]
+    # SGD's update is not asked where its numbers are known: its launch comes next.
+    ends = ("ops/updates/", "kernels/")
+    before = [*itertools.takewhile(lambda file: not file.startswith(ends), files)]
     assert before[0].startswith("optimizers/")
     assert len(before) - 1 <= 12, before
 

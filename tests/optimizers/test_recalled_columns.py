@@ -49,6 +49,11 @@ def no_state(optimizer, params):
     del optimizer.state[params[1]][_slot(optimizer)]
 
 
+def a_master(optimizer, params):
+    """The weight becomes what it is the rounded value of."""
+    optimizer.state[params[1]]["master_param"] = torch.full_like(params[1], 0.5)
+
+
 def no_gradient(optimizer, params):
     params[1].grad = None
 
@@ -99,8 +104,8 @@ def dampened(optimizer, params):
 
 EDITS = (
     elsewhere, turned, smaller, other_numbers, a_rate_in_a_tensor, other_momentum, dampened,
-    another_state, states_in_another_order, no_state, no_gradient, wider_gradients, groups_in_two,
-    another_dtype,
+    another_state, states_in_another_order, no_state, a_master, no_gradient, wider_gradients,
+    groups_in_two, another_dtype,
 )  # fmt: skip
 
 
@@ -158,6 +163,36 @@ def test_groups_that_are_launched_apart(name, edit, again):
     repeated = len(again)
     expected, _ = _trained(*KINDS[name], edit, True, groups=3)
     assert repeated == len(again) >= 6  # two launches a step: the last two groups are joined
+    assert all(map(torch.equal, found, expected))
+
+
+def late_decay(optimizer, params):
+    optimizer.wd_after_momentum = True
+
+
+def looks_ahead(optimizer, params):
+    optimizer.param_groups[0]["nesterov"] = True
+
+
+def another_scale(optimizer, params):
+    """Of one step; the next has the numbers of the one before."""
+    optimizer.most_recent_scale = 2.0
+
+
+def test_a_state_that_is_not_stepped_is_seen(again):
+    """Without momentum there are no slots to look for."""
+    for forgets in (False, True):
+        found, _ = _trained(FusedSGD, {"lr": 0.5}, a_master, forgets)
+        assert torch.equal(found[1], found[-1])
+
+
+@pytest.mark.parametrize("edit", [nothing, late_decay, looks_ahead, another_scale])
+def test_numbers_of_a_launch_are_those_of_now(edit, again):
+    options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.25}
+    found, _ = _trained(FusedSGD, options, edit, False)
+    repeated = len(again)
+    expected, _ = _trained(FusedSGD, options, edit, True)
+    assert repeated == len(again) >= 3
     assert all(map(torch.equal, found, expected))
 
 

@@ -69,6 +69,7 @@ from apex.optimizers._launches import (
 from apex.optimizers._repeated import repeated
 from apex.optimizers._zero import Partition, partition
 
+Given = Mapping[torch.Tensor, torch.Tensor] | None  # by parameter
 _MASTERED = methodcaller("__contains__", "master_param")
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
@@ -303,11 +304,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            self._step(scaler)
-        except KeyError:
-            _checks.complete(self)
-            raise
+        self._step(scaler)
         return loss
 
     def _step(self, scaler: Any) -> None:
@@ -317,7 +314,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         grad_scale = getattr(self, "grad_scale", None)
         noop = getattr(self, "found_inf", None)
-        if not isinstance(noop, torch.Tensor):
+        if noop is not None and not isinstance(noop, torch.Tensor):
             noop = None  # GradScaler's sum over the devices of no gradients: the integer 0
         if scaler is not None and scaler.is_enabled():
             noop = self._found_inf(scaler)
@@ -342,8 +339,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         noop: torch.Tensor | None = None,
         *,
         write_grads: bool = False,
-        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        copies: Given = None,
+        grads: Given = None,
     ) -> None:
         """Take one step on gradients that are still scaled.
 
@@ -357,6 +354,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             grads: Gradients instead of ``param.grad``, by parameter.
         """
         vars(self).pop("_scaled_step", None)  # where Dynamo traces _step, its pop is lost
+        self._take_step(factor, noop, write_grads, copies, grads)
+
+    def _take_step(
+        self, factor: Scalar, noop: torch.Tensor | None, write: bool, copies: Given, grads: Given
+    ) -> None:
+        """Take one step; subclasses that override it are not asked for the compiler once more."""
+        for group in self.param_groups:
+            if not self.defaults.keys() <= group.keys():
+                _checks.complete(self)
         is_skipped = False
         if noop is not None or type(factor) is not float:
             factor, noop, is_skipped = _read(factor, noop)
@@ -367,7 +373,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         known = None
         if self._uniform is not None and not copies and (grads is None or are_flat(active)):
             known = recalled(self, kept, noop, active)
-            can_repeat = self._elementwise is not None and noop is None and not write_grads
+            can_repeat = self._elementwise is not None and noop is None and not write
             if known is not None and can_repeat and repeated(self, known, factor):
                 return
         with torch.no_grad():
@@ -377,7 +383,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if known is None
                 else as_collected(self, known)
             )
-            self._step_found(found, kept, factor, noop, write_grads=write_grads, copies=copies)
+            self._step_found(found, kept, factor, noop, write_grads=write, copies=copies)
 
     def _step_found(
         self,
@@ -387,7 +393,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         noop: torch.Tensor | None,
         *,
         write_grads: bool,
-        copies: Mapping[torch.Tensor, torch.Tensor] | None,
+        copies: Given,
     ) -> None:
         """Check what a step has found, make the state that is missing, and update."""
         active, every, gradients, together, lists = found
@@ -596,16 +602,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
         for key in ("lr", "weight_decay"):
             value = group[key]
-            if type(value) is not float:
-                value = scalar(value, device) if isinstance(value, torch.Tensor) else float(value)
-            found[key] = value
-        numbers = [
-            found[name]
-            if name in found
-            else (group[name] if name in shared else getattr(self, name))
-            for name in kind.__match_args__
-        ]
-        return kind(*numbers)
+            found[key] = float(value) if type(value) in (float, int) else scalar(value, device)
+        for name in kind.__match_args__:
+            if name not in found:
+                found[name] = group[name] if name in shared else getattr(self, name)
+        return kind(*map(found.get, kind.__match_args__))
 
     def _counted_groups(self) -> Sequence[dict[str, Any]]:
         """The groups that have a "step"."""

@@ -7,10 +7,9 @@ uniform it carries what is known of it, see :class:`apex.ops.lists.tensor_lists.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, count
-from operator import attrgetter, iconcat, is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -229,14 +228,14 @@ class Recalled(NamedTuple):
         active: The groups with their gradients.
         together: The groups, joined where their numbers are equal.
         sizes: How many parameters each list of them has.
-        columns: Gradients, weights and slots.
-        flat: All tensors of these.
+        every: All parameters.
+        flat: Gradients, weights and slots, one column after the other.
     """
 
     active: list[GroupGrads]
     together: list[list[GroupGrads]]
     sizes: list[int]
-    columns: list[list[torch.Tensor]]
+    every: list[torch.Tensor]
     flat: tuple[torch.Tensor, ...]
 
 
@@ -261,34 +260,33 @@ def recalled(
             return None  # joined in another order
         every = concatenated([one.params for one in active])
         gradients = concatenated([one.grads for one in active])
-    if {*kept} != {slots} or not len(every) == len(state) == count:
+    if kept.count(slots) != len(kept) or not len(every) == len(state) == count:
         return None
-    # Each state has these slots, see below; none has more, such as a master.
-    if not all(map(is_, state, every)) or sum(map(len, state.values())) != count * len(slots):
+    if not all(map(is_, state, every)) or (not slots and any(state.values())):
         return None
-    try:
-        columns = [gradients, every, *_slot_columns(optimizer, state.values(), slots)]
+    states, size = state.values(), len(slots)
+    try:  # a state that has more than these slots, such as a master, is left out
+        kept_there = [one[slot] for slot in slots for one in states if len(one) == size]
     except KeyError:
         return None
-    flat: tuple[torch.Tensor, ...] = (*functools.reduce(iconcat, columns, []),)
-    if not last.guards.check(*flat):  # which takes a tuple as it is
+    flat = (*gradients, *every, *kept_there)
+    # The guards take a tuple as it is, of one length.
+    if len(flat) != count * (2 + size) or not last.guards.check(*flat):
         return None
     addresses = tuple(map(torch.Tensor.data_ptr, flat))
     if addresses != last.together:
         last.moved(addresses)
     sizes = [count] if len(together) == 1 else [*map(_size, together)]
-    return Recalled(active, together, sizes, columns, flat)
+    return Recalled(active, together, sizes, every, flat)
 
 
 def as_collected(optimizer: Any, found: Recalled) -> Collected:
     """The same with columns that carry what is known of them."""
-    last, every = optimizer._uniform, found.columns[1]
-    known = [*map(TensorColumn, found.columns)]
-    for column, its in zip(known, last.addresses, strict=True):
-        column.is_uniform, column._addresses, column.known_numels = True, its, last.numels
-    for column, slot in zip(known[2:], last.slots, strict=True):
-        if slot in optimizer.slot_shapes:
-            column.known_numels = None
+    last, every, flat = optimizer._uniform, found.every, found.flat
+    known = [TensorColumn(flat[n : n + len(every)]) for n in range(0, len(flat), len(every))]
+    for column, its, slot in zip(known, last.addresses, ("", "", *last.slots), strict=True):
+        column.is_uniform, column._addresses = True, its
+        column.known_numels = None if slot in optimizer.slot_shapes else last.numels
     lists: Any = [(every, known, None, True, found.sizes)]
     return Collected(found.active, every, known[0], found.together, lists)
 
@@ -311,6 +309,7 @@ class Uniform:
         together: All addresses of the last step.
         addresses: These by column.
         pieces: Sizes and addresses of launches, by how many parameters each has.
+        numbers: What numbers of a launch came from, and these, by the number of the launch.
     """
 
     def __init__(
@@ -326,6 +325,7 @@ class Uniform:
         self.together: tuple[int, ...] = ()
         self.addresses: list[tuple[int, ...]] = []
         self.pieces: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
+        self.numbers: dict[int, tuple[Any, Any]] = {}
 
     def moved(self, addresses: tuple[int, ...]) -> None:
         """Note where the tensors are now."""

@@ -18,6 +18,8 @@ from apex.optimizers._columns import Recalled
 from apex.optimizers._launches import count_steps
 
 _TENSOR = repeat(torch.Tensor)
+# Types of most numbers. That one of these is no tensor takes torch 0.2 us to say.
+_PYTHONS = frozenset((float, int, bool, type(None)))
 
 
 def repeated(optimizer: Any, found: Recalled, factor: Any) -> bool:
@@ -30,26 +32,32 @@ def repeated(optimizer: Any, found: Recalled, factor: Any) -> bool:
     """
     if type(factor) is not float or optimizer._partition is not None:
         return False
-    last, every, launches = optimizer._uniform, found.columns[1], []
+    last, every, launches = optimizer._uniform, found.every, []
     device, pieces = every[0].device, [(last.numels, last.addresses)]
+    names = optimizer._numbers.__match_args__
     if len(found.sizes) > 1:
         pieces = last.pieces_of(found.sizes)
     for groups, (numels, addresses) in zip(found.together, pieces, strict=True):
         group = groups[0].group
         update = optimizer._elementwise(group)
-        # Of a tensor a launch passes the address. The other numbers of a group are numbers.
-        values = group["lr"], group["weight_decay"], group.get("step")
-        if any(map(isinstance, values, _TENSOR)):
+        # Of a tensor a launch passes the address.
+        values = (*map(group.get, names),)
+        if not _PYTHONS.issuperset(map(type, values)) and any(map(isinstance, values, _TENSOR)):
             return False
         launch = update and ready((update, *last.how), numels, addresses, device)
         if launch is None:
             return False
-        launches.append((group, launch))
+        launches.append((group, values, launch))
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     torch.autograd.graph.increment_version(found.flat[len(every) :])
     if optimizer._counts_steps:
         count_steps(optimizer.param_groups, None)
-    for group, launch in launches:
-        numbers = optimizer._numbers_of(group, device).scalars(factor)
-        launch(tuple(map(float, numbers)))
+    for place, (group, values, launch) in enumerate(launches):
+        # Without steps they are those of an earlier step as long as nothing is changed.
+        of = factor, values, *map(vars(optimizer).get, names)
+        known = last.numbers.get(place)
+        if optimizer._counts_steps or known is None or known[0] != of:
+            numbers = optimizer._numbers_of(group, device).scalars(factor)
+            known = last.numbers[place] = of, tuple(map(float, numbers))
+        launch(known[1])
     return True

@@ -152,17 +152,13 @@ class FusedSGD(FusedOptimizer):
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})
 
-    @_runtime.not_compiled  # torch 2.9: Dynamo fails on what is assigned to an optimizer
-    def step_scaled(
-        self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
-    ) -> None:
-        """Take one step, see the base; gradients are divided by ``most_recent_scale`` too."""
+    def _take_step(self, factor: Scalar, *options: Any) -> None:
         scale = self.most_recent_scale
-        if isinstance(scale, torch.Tensor):
+        if type(scale) is not float and isinstance(scale, torch.Tensor):
             factor = scale.reciprocal().float() * factor
         elif scale != 1.0:
             factor = factor / scale
-        super().step_scaled(factor, noop, **options)
+        super()._take_step(factor, *options)
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
 
     def _elementwise(self, group: Mapping[str, Any]) -> Update | None:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from apex._precision_policy import named_modules
 from apex.amp.casting import kept as policies
 from apex.amp.casting import state as casting
-from apex.amp.casting.containers import Walker
+from apex.amp.casting.containers import Walker, converted
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.state import Casts
 from apex.amp.gradients.distributed import ForwardRecord
@@ -30,9 +29,6 @@ from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
 from apex.amp.policy import HALF_TYPES, Properties
 
 prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # with hooks of amp
-
-
-_CONVERSIONS = (torch.Tensor.to, torch.Tensor.type)
 
 
 class _Caster:
@@ -48,26 +44,10 @@ class _Caster:
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            with _FloatingOnly():
-                return value.to(self.dtype)
+            return converted(value, self.dtype)
         if value.is_floating_point() and value.dtype not in self.kept:
             return value.to(self.dtype)
         return value
-
-
-class _FloatingOnly(TorchFunctionMode):
-    """Has ``to(dtype)`` of a program's object leave its masks, indices and complex tensors alone.
-
-    Such a method passes what it gets on to all of its tensors, because programs call it with a
-    device. A mask in float16 has no ``~``, and token numbers above 2048 would be other ones.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _CONVERSIONS and not args[0].is_floating_point():
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
@@ -153,12 +133,13 @@ class _Enter(_Hook):
         cast: Callable[[Any], Any] | None = level.inputs
         if cast is None and level.casts is not None:
             cast = functools.partial(_narrow_double, module)
+        is_traced = torch.compiler.is_compiling()
         if cast is not None:
-            walk = Walker(cast)
+            walk = Walker(cast, is_traced=is_traced)
             args = tuple([walk(value) for value in args])
             kwargs = {name: walk(value) for name, value in kwargs.items()}
         frame = None
-        if not torch.compiler.is_compiling():
+        if not is_traced:
             if level.has_16_bit_weights:
                 _check_still_16_bit(module)
             if level.is_guarded:
@@ -178,14 +159,14 @@ class _Leave(_Hook):
     """Forward hook, called in any case: switch function casts off, then cast the outputs."""
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        casting.end_forward(self.level)
+        is_traced = not casting.end_forward(self.level)
         calls = self.level.calls
         if calls is not None and output is not None:  # None: the forward has raised
             self.level.calls = None
             calls.check()
         if self.level.outputs is None:
             return output
-        return Walker(self.level.outputs)(output)
+        return Walker(self.level.outputs, is_traced=is_traced)(output)
 
 
 def _first_parameter(

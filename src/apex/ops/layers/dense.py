@@ -122,6 +122,22 @@ def alone(x: object) -> Iterator[None]:
 # -- what is refused -------------------------------------------------------------------------------
 
 
+def left_to_torch(weight: torch.Tensor, bias: Optional) -> bool:
+    """Whether ``F.linear`` refuses whatever :func:`check` would say about one layer.
+
+    It takes weights of one dimension, on meta, of integers and complex numbers; and biases of one
+    element, or of another dtype where the input is not contiguous.
+    """
+    dtype = weight.dtype
+    if dtype not in FLOATS or weight.dim() != 2 or weight.is_meta:
+        return False
+    if bias is None:
+        return True
+    if bias.dtype != dtype or bias.dim() != 1 or _tracing_state() is not None:
+        return False
+    return bias.shape[0] == weight.shape[0]  # numbers, unless jit.trace records
+
+
 def fit(x: torch.Tensor, weight: torch.Tensor, bias: Optional, features: int = -1) -> bool:
     """Whether :func:`check` has nothing to say about a layer of plain tensors: the usual case.
 

@@ -303,7 +303,8 @@ def _by_torch_widened(
     z = x.to(torch.float32, memory_format=torch.contiguous_format) if last else x.float()
     weight = None if weight is None else weight.float()
     y = torch.group_norm(z, groups, weight, None if bias is None else bias.float(), eps)
-    y = torch._C._nn.silu(y) if silu else y
+    if silu:  # in the result's layout: its gradient would read the other one across
+        y = torch._C._nn.silu(y.contiguous(memory_format=layout) if last else y)
     return y.to(x.dtype, memory_format=layout) if last else y.to(x.dtype)
 
 
