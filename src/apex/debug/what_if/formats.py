@@ -111,8 +111,9 @@ class Rounding:
         return self._scaled(x, self.form.gradient)
 
     def zeroed(self, gradient: torch.Tensor) -> int:
-        """How many numbers of a gradient become zero in a 16-bit type, at the loss scale."""
-        return nonzero(gradient) - nonzero(rounded_(gradient * self.scale, self.form.result))
+        """How many numbers of a gradient become zero in float16, at the loss scale."""
+        # half of float16's smallest number, 2**-24, is rounded to the even neighbour: zero
+        return nonzero(gradient) - nonzero(torch.hardshrink(gradient, 2.0**-25 / self.scale))
 
     @staticmethod
     def _scaled(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -134,7 +134,7 @@ def shares(exact: torch.Tensor, found: torch.Tensor, smallest: float) -> tuple[f
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     """The cosine between two tensors; 1 if both are zero, 0 if one is; -1 if not finite."""
     a, b = a.flatten(), b.flatten()
-    sizes = float(torch.linalg.vector_norm(a)), float(torch.linalg.vector_norm(b))
+    sizes = float(a @ a) ** 0.5, float(b @ b) ** 0.5  # on a CPU a third of vector_norm's time
     if not all(1e-15 < one < 1e15 for one in sizes):  # their squares are beyond float32
         a, b = a.double(), b.double()
         sizes = float(a.norm()), float(b.norm())
