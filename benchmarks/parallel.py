@@ -15,6 +15,8 @@ MAX over ranks by hand. Both compute in float32: on a CPU float16 would hide wha
 Models: ``convnet`` is the tutorial's (two convolutions, batch of 100 28x28 images), ``many`` has
 300 tensors of 16x16, ``mlp`` four layers of 1024x1024.
 
+The level ``buckets`` is O0 with ``message_size=2**20``, of which a layer of ``mlp`` is a bucket.
+
 The level ``zero`` is ``DistributedFusedAdam`` (ZeRO stage 2: parameters are whole on every rank)
 against ``fully_shard`` with ``torch.optim.AdamW(fused=True)``, both in float32.
 """
@@ -45,8 +47,9 @@ Step = Callable[[], None]
 Make = Callable[[str, Any, torch.Tensor], Step]  # of a level, a model and its input
 
 RANKS = 2
+BUCKET, DEFAULT = 2**20, 10_000_000  # elements; the second is message_size's default
 LARGE = 2**16  # elements of a layer that fully_shard gathers by itself
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "shards", "zero")
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "buckets", "shards", "zero")
 HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O0": torch.float32}
 
 
@@ -79,8 +82,11 @@ MODELS = {"convnet": convnet, "many": many, "mlp": mlp}
 def ours(level: str, model: nn.Module, x: torch.Tensor) -> Step:
     """Return a step written with apex."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    wrapper = parallel.DistributedDataParallel(model)
+    in_buckets = level == "buckets"
+    opt_level = "O0" if in_buckets else level
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    size = BUCKET if in_buckets else DEFAULT
+    wrapper = parallel.DistributedDataParallel(model, message_size=size)
 
     def step() -> None:
         optimizer.zero_grad()

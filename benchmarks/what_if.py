@@ -254,10 +254,10 @@ def study(net: str, fault: str, seed: int) -> dict[str, Any]:
             "guilty": [name for name in accused if name in layers],
             "innocent": [name for name in accused if name not in layers],
             "worst of the guilty": min(
-                [verdicts[n].score.cosine for n in layers if n in verdicts], default=None
+                [verdicts[n].cosine for n in layers if n in verdicts], default=None
             ),
             "worst of the innocent": min(
-                one.score.cosine for name, one in verdicts.items() if name not in layers
+                one.cosine for name, one in verdicts.items() if name not in layers
             ),
         }
     return rows
@@ -308,16 +308,24 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
             loss(model, batch).backward()
             optimizer.step()
 
-        step()
         for form in FORMATS:
-            plain, tool = [], []
-            for _ in range(5):
-                plain.append(min(_seconds(step) for _ in range(4)))
-                tool.append(_seconds(partial(what_if, model, loss, data, formats=[form])))
-            steps = [one / other for one, other in zip(tool, plain, strict=True)]
-            table[f"width {width}, batch {size}, {form}"] = round(statistics.median(steps), 1)
+            look = partial(what_if, model, loss, data, formats=[form])
+            look()
+            plain, ratios = [_plain(step)], []
+            for _ in range(args.turns):
+                seconds = _seconds(look)
+                plain.append(_plain(step))
+                ratios.append(seconds / statistics.mean(plain[-2:]))
+            table[f"width {width}, batch {size}, {form}"] = {
+                "steps": round(statistics.median(ratios), 1),
+                "of": [round(min(ratios), 1), round(max(ratios), 1)],
+            }
         _write(args, "cost", table)
     return table
+
+
+def _plain(step: Callable[[], object]) -> float:
+    return statistics.median(_seconds(step) for _ in range(5))
 
 
 def _seconds(function: Callable[[], object]) -> float:
@@ -375,13 +383,15 @@ def _trained(task: Any, seed: int, form: str | None, scale: float) -> float:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for batch in _take(task, seed, 300):
         optimizer.zero_grad()
+        times = scale if form == "float16" else 1.0
         if form is None:
             loss = task.loss(model, batch)
         else:
-            with InFormat(Rounding(FORMATS[form], scale)):
+            with InFormat(Rounding(FORMATS[form])):
                 loss = task.loss(model, batch)
-        loss.backward()
-        if all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+        (loss * times).backward()
+        gradients = [p.grad.div_(times) for p in model.parameters() if p.grad is not None]
+        if all(bool(one.isfinite().all()) for one in gradients):
             optimizer.step()
         else:  # as amp does
             scale /= 2
@@ -401,6 +411,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["faults", "cost", "training"])
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=9, help="of what_if and plain steps for cost")
     parser.add_argument("--wide", type=int, default=5, help="seeds in float32 for training")
     parser.add_argument("--narrow", type=int, default=2, help="seeds in each format for training")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

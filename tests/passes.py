@@ -29,6 +29,7 @@ SIZED: Any = (
     type({}.items()),
 )
 IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType)
+IN_TORCH = "increment_version"  # of `torch.autograd.graph`: hands what it is given to C
 GO_THROUGH: Any = (
     itertools.chain,
     map,
@@ -122,7 +123,11 @@ class _Passes:
     def called(self, function: Any, line: int, *args: Any, **named: Any) -> Any:
         if function == itertools.chain.from_iterable and isinstance(args[0], SIZED):
             self._note([x for column in args[0] for x in column], line)
-        elif isinstance(function, IN_C) or function in GO_THROUGH:
+        elif (
+            isinstance(function, IN_C)
+            or function in GO_THROUGH
+            or getattr(function, "__name__", "") == IN_TORCH
+        ):
             self._note(max((x for x in args if isinstance(x, SIZED)), key=len, default=()), line)
         return function(*args, **named)
 

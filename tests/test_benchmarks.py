@@ -1,6 +1,7 @@
 """What the timing programs share; their numbers are no test's."""
 
 import importlib
+import os
 import pathlib
 import types
 
@@ -35,6 +36,28 @@ def test_what_a_program_prints_is_kept(tmp_path, monkeypatch):
     assert [line.split(":")[0] for line in lines[1:4]] == ["commit", "date", "versions"]
     assert any(line.startswith("usage: ") for line in lines)
     assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.slow
+def test_a_program_of_another_folder_is_kept_with_all_columns(tmp_path, monkeypatch):
+    """It takes 1 s."""
+    from benchmarks.keep import keep
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "wide.py").write_text(
+        "import shutil\nprint('columns', shutil.get_terminal_size().columns, '   ')"
+    )
+    file = tmp_path / "output.txt"
+    assert keep("other.wide", [], file) == 0
+    lines = file.read_text().splitlines()
+    assert lines[0] == "$ ONEDNN_MAX_CPU_ISA=AVX2 python -m other.wide"
+    assert "columns 250" in lines
+    (tmp_path / "other" / "wide.py").write_text("print('spills')\nraise SystemExit(1)")
+    assert keep("other.wide", [], file, found=True) == 1
+    assert "spills" in file.read_text().splitlines()
 
 
 def test_a_program_that_fails_leaves_the_results_as_they_were(tmp_path, monkeypatch, capfd):

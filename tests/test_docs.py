@@ -72,6 +72,7 @@ def test_every_test_that_a_page_names_exists(page):
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 READ = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("examples/*/README.md")]
+READ += [ROOT / "benchmarks" / "results" / "README.md"]
 
 
 @pytest.mark.parametrize("page", sorted(set(READ)), ids=lambda p: str(p.relative_to(ROOT)))
@@ -186,7 +187,7 @@ def test_an_old_line_raises_what_its_row_says(error, tmp_path, monkeypatch):
 
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = re.compile(
-    r"\d ?(ms|us|ns|TB/s|GiB|MiB|GB/s)\b"
+    r"\d ?(ms|us|ns|TB/s|GiB|MiB|GB/s)\b|\d s\b|\d bytes an? |\d roundings after|by at most \d\S*e-"
     r"|times (the speed|as (fast|long|much)|float32's|that (of|by)|torch's|the memory)"
     r"|\d\.\d+ times|\| [\d.,]+ \|.*\| [\d.,]+ \|"
 )
@@ -219,6 +220,7 @@ def test_every_section_with_a_measured_number_says_where_it_is_from():
     }
     listed = sources().keys()
     assert {place: measured[place] for place in measured.keys() - listed} == {}
+    assert [place for place, file in sources().items() if "](" not in file] == []
     gone = {place for place in listed if f"# {place[1]}\n" not in (ROOT / place[0]).read_text()}
     assert gone == set()  # that are on no page any more
 
@@ -235,11 +237,11 @@ OF_A_LEVEL = re.compile(r"times (?:as fast|the speed)")
 
 @pytest.mark.parametrize("page", PAGES[:1] + [p for p in PAGES if p.parent.name == "docs"], ids=str)
 def test_a_speed_of_a_level_stands_beside_torchs_own(page):
-    """A paragraph that names how fast a level or a 16-bit type is names torch's autocast."""
-    paragraphs = page.read_text().split("\n\n")
+    """A sentence that names how fast a level or a 16-bit type is names torch's autocast."""
+    sentences = re.split(r"\n\n|(?<=\.)\s+(?=[A-Z*`(])", page.read_text())
     alone = [
         text
-        for text in paragraphs
+        for text in sentences
         if OF_A_LEVEL.search(text)
         and re.search(r"\bO[1-5]\b|With bfloat16", text)
         and not re.search(r"autocast|native-", text)

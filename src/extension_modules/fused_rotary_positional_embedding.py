@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 @torch.no_grad()
 def forward(input: Tensor, freqs: Tensor, transpose_output: bool, /) -> Tensor:
     """Rotate ``(s, b, h, d)``; with ``transpose_output`` it lies in memory as ``(b, s, h, d)``."""
-    return ops.by_angles(input, freqs, transpose_output).rotate(input)
+    return ops.rotate_by_angles(input, freqs, transpose_output)
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def backward(output_grads: Tensor, freqs: Tensor, transpose_output: bool, /) -> 
 @torch.no_grad()
 def forward_cached(input: Tensor, cos: Tensor, sin: Tensor, transpose_output: bool, /) -> Tensor:
     """Rotate by ``cos`` and ``sin``."""
-    return ops.by_tables(input, cos, sin, transpose_output).rotate(input)
+    return ops.rotate_by_tables(input, cos, sin, transpose_output)
 
 
 @torch.no_grad()

@@ -710,7 +710,7 @@ def test_looking_costs_little_whatever_the_number_of_weights():
         step = amp.capture(program.step)
         for _ in range(5):
             step(torch.ones(6, 8))
-        followed = step._followed
+        followed = step._graph.followed
         followed._looks = followed._every * 10  # the next look is no look at weights
         followed._every = max(followed._every, 2)
         found.append(calls_of(followed.change))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from apex import amp, optimizers
+from apex.amp.graphs.probe import Probe
 from tests.amp.captures import MAKERS, Program, batch, equal, repeat
 from tests.recorded_graph import like_a_gpu
 
@@ -338,6 +339,14 @@ def test_what_each_call_replaces_is_named(work):
         is_equal(work, lambda program, step, n: step(x_of(n)[:6]), 0, level="O1")
 
 
+@pytest.mark.parametrize(("device", "named"), [("cpu", True), ("meta", False)])
+def test_what_is_replaced_on_the_host_is_no_concern_of_a_graph(device, named):
+    state = [torch.ones(2)]
+    with Probe(torch.device(device)) as probe:
+        state[0] = state[0] * 2
+    assert ("from the call before" in probe.found) == named
+
+
 def test_what_a_call_keeps_or_writes_in_place_is_captured():
     """A cache made once, an average in place, a log of losses, the last result."""
 
@@ -534,3 +543,197 @@ def test_rates_in_tensors_are_followed(monkeypatch):
         return step(x_of(number))["loss"]
 
     is_equal(lambda program: program.step, call, 9)
+
+
+# -- hooks and models that come and go -------------------------------------------------------------
+
+
+def double(module, args, out):
+    return out * 2 if isinstance(module, nn.Linear) else None
+
+
+def triple(module, args, out):
+    return out * 3
+
+
+def halve(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.data.mul_(0.5)
+
+
+def forward_hook(program):
+    return program.model[0].register_forward_hook(double)
+
+
+def another_hook(program):
+    return program.model[0].register_forward_hook(triple)
+
+
+def gradient_hook(program):
+    return program.model[0].weight.register_hook(lambda grad: grad * 2)
+
+
+def step_hook(program):
+    return program.optimizer.register_step_post_hook(halve)
+
+
+def hook_of_all(program):
+    return nn.modules.module.register_module_forward_hook(double)
+
+
+@pytest.mark.parametrize(("first", "later"), [
+    (forward_hook, None), (gradient_hook, None), (forward_hook, another_hook),
+    (None, step_hook), (step_hook, None), (None, hook_of_all),
+])  # fmt: skip
+def test_hooks_that_are_put_on_or_taken_off_are_followed(first, later):
+    def work(program):
+        program.hook = None if first is None else first(program)
+        return program.step
+
+    def call(program, step, number):
+        if number == 6 and program.hook is not None:
+            program.hook.remove()
+        if number == 6 and later is not None:
+            program.hook = later(program)
+        loss = step(x_of(number))["loss"]
+        if number == 11 and later is not None:
+            program.hook.remove()
+        return loss
+
+    is_equal(work, call, 8, level="O1")
+
+
+def with_another(program, *layers):
+    """A step through a model of another ``initialize``, which it does not train."""
+    torch.manual_seed(1)
+    other = nn.Sequential(*layers)
+    program.other, program.others = amp.initialize(
+        other, optimizers.FusedSGD(other.parameters(), lr=0.1), opt_level="O1", verbosity=0
+    )
+
+    def step(x):
+        program.optimizer.zero_grad()
+        loss = program.other(program.model(x)).float().square().mean()
+        with amp.scale_loss(loss, program.optimizer) as scaled:
+            scaled.backward()
+        program.optimizer.step()
+        return loss
+
+    return step
+
+
+def test_the_mode_of_a_model_of_another_initialize_is_followed():
+    def work(program):
+        return with_another(program, nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def call(program, step, number):
+        program.other.train(number not in (6, 7))
+        return step(x_of(number))
+
+    is_equal(work, call, 7, level="O1")
+
+
+def test_memory_of_a_model_of_another_initialize_is_looked_at():
+    program = Program("O1", KIND)
+    step = amp.capture(with_another(program, nn.Linear(4, 4)))
+    repeat(step, map(x_of, range(5)))
+    weights = {name: one * 2 for name, one in program.other.state_dict().items()}
+    program.other.load_state_dict(weights, assign=True)
+    with pytest.raises(RuntimeError, match="the memory of a weight"):
+        step(x_of(5))
+
+
+def test_a_model_that_the_function_does_not_use_may_do_as_it_likes():
+    def work(program):
+        with_another(program, nn.Linear(4, 4))
+        return program.step
+
+    def call(program, step, number):
+        if number == 6:
+            program.other.eval().double()
+        return step(x_of(number))["loss"]
+
+    is_equal(work, call, 9, level="O1")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_function_may_freeze_another_model(level):
+    """As that of a generator freezes the discriminator, which its own function lets train again."""
+    found = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 1))]
+        models, both = amp.initialize(
+            models, [KIND(model.parameters()) for model in models], opt_level=level, verbosity=0
+        )
+
+        def train(number, x, models=models, both=both):
+            models[1].requires_grad_(number == 1)
+            both[number].zero_grad()
+            out = models[1](models[0](x) if number == 0 else models[0](x).detach())
+            loss = (out.float() - number).square().mean()
+            with amp.scale_loss(loss, both[number]) as scaled:
+                scaled.backward()
+            both[number].step()
+            return loss
+
+        steps = [functools.partial(train, number) for number in (1, 0)]
+        if captured:
+            steps = [*map(amp.capture, steps)]
+        found.append([steps[number % 2](x_of(number)[: 2 + number // 18]) for number in range(24)])
+        found[-1] += [weight for model in models for weight in model.parameters()]
+        amp.reset()
+    assert equal(*found)
+    # At O2 the generator's forward clears gradients of the discriminator, which keeps it from one.
+    assert [step.replays for step in steps] == ([6, 6] if level == "O1" else [0, 0])
+
+
+# -- kinds of arguments ----------------------------------------------------------------------------
+
+
+def test_what_calls_of_each_kind_read_is_followed():
+    """The one that is captured is not always the kind of the last warm-up call."""
+
+    def work(program):
+        program.masks = {2: torch.ones(8), 6: torch.ones(8)}
+        return lambda x: program.step(x * program.masks[len(x)])["loss"]
+
+    def call(program, step, number):
+        if number == 8:
+            program.masks[2] = torch.full((8,), 0.5)
+        return step(x_of(number)[: 6 if number == 2 else 2])
+
+    single, replayed, step = both_ways(work, call)
+    assert equal(single, replayed)
+    assert step.replays > 4
+
+
+def test_arguments_of_another_device_are_named():
+    """Of a CPU, for instance: what a program reads of them on the host a replay would repeat."""
+    program = Program("O1", KIND)
+    step = amp.capture(lambda x, length: program.step(x)["loss"])
+    with pytest.warns(UserWarning, match="an argument is on meta, whose values"):
+        repeat(lambda x: step(x, torch.ones(2, device="meta")), [x_of(1)] * 6)
+    assert step.replays == 0
+
+
+def test_masters_that_the_function_takes_itself_may_be_written():
+    def work(program):
+        def step(x):
+            program.optimizer.zero_grad()
+            loss = backward(program, x)
+            nn.utils.clip_grad_norm_(list(amp.master_params(program.optimizer)), 0.5)
+            program.optimizer.step()
+            return loss
+
+        return step
+
+    def call(program, step, number):
+        if number == 7:
+            with torch.no_grad():
+                for master in amp.master_params(program.optimizer):
+                    master.mul_(0.5)
+        return step(x_of(number))
+
+    is_equal(work, call, 9)

@@ -3,10 +3,13 @@
 The back end is one that traces as compilers do, and compiles nothing.
 """
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from apex import amp
 from apex._compat import IS_2_13
@@ -100,6 +103,55 @@ def test_training(level):
         return [*losses, *model.state_dict().values()]
 
     assert_same(train(compiled), train(lambda model: model))
+
+
+class Batch:
+    def __init__(self, x, mask):
+        self.x, self.mask = x, mask
+
+    def to(self, dtype):
+        return Batch(self.x.to(dtype), self.mask.to(dtype))
+
+
+@dataclasses.dataclass
+class Masked:
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+class Mean(nn.Linear):
+    def forward(self, batch, *other):
+        fields = batch if isinstance(batch, dict) else vars(batch)
+        y = super().forward(fields["x"].masked_fill(fields["mask"], 0.0))
+        return {"y": [y], "mean": y.mean()}
+
+
+@pytest.mark.parametrize("kind", [dict, Masked, Batch])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_new_batch_of_the_same_shape_compiles_nothing(level, kind):
+    """What the hooks trace may not look at the id of an input: each batch has another one."""
+    model, optimizer = started(level, Mean(4, 2))
+    counter = CompileCounter()
+    model = torch.compile(nn.Sequential(model), backend=counter)  # whose hooks are traced
+    kept = []  # so that no id is used again
+    for _ in range(3):
+        kept.append(kind(x=torch.randn(3, 4), mask=torch.rand(3, 4) > 0.5))
+        scaled_backward(model(kept[-1])["y"][0].float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_keeps_what_is_one_object(level):
+    class Same(nn.Linear):
+        def forward(self, batch, x):
+            return super().forward(x) if batch[0] is x else None
+
+    model = torch.compile(started(level, Same(2, 1))[0], backend="eager")
+    for _ in range(2):
+        x = torch.ones(3, 2)
+        assert model([x, "text"], x) is not None
 
 
 def test_a_compiled_step_with_its_loss_and_rules():

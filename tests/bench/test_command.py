@@ -137,9 +137,9 @@ def test_a_matrix_that_was_killed_goes_on_and_leaves_no_process(tmp_path, log, c
     log.write_text("")
     capsys.readouterr()
     assert main(words) == 0
-    kept = [line for line in capsys.readouterr().err.splitlines() if "kept from" in line]
-    assert len(kept) == 1
-    assert kept[0].startswith("1/3")
+    said = " ".join(capsys.readouterr().err.split())  # a long path of the task wraps its line
+    assert said.count("kept from an earlier run") == 1
+    assert "seed 0: kept from an earlier run" in said
     assert len(read(tmp_path / "out").runs) == 3
     assert len(processes(log)) == 2  # the first was kept
 
@@ -324,7 +324,7 @@ def test_bad_requests_are_one_line_and_train_nothing(tmp_path, monkeypatch, caps
         assert main(["bench", "--quick", *words]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
-    assert len(errors) < 250
+    assert len(errors.replace(str(TASKS.parent), "")) < 250  # wherever the checkout is
     assert said in errors
     assert not list(tmp_path.iterdir())
 

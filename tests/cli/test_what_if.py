@@ -71,6 +71,20 @@ def test_too_few_batches_are_1_and_no_policy(run, tmp_path):
     assert not (tmp_path / "p.json").exists()
 
 
+def test_a_model_without_products_is_1_and_no_policy(run, tmp_path):
+    code, out, _ = run("whatif_norm", "--save", "p.json", model="nn.Sequential(nn.LayerNorm(4))")
+    assert code == 1
+    assert out.startswith("Nothing was measured: no layer with a product gave any numbers.")
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_loader_without_batches(run, tmp_path, monkeypatch, capsys):
+    text = TASK.replace("{MODEL}", "model").replace("in range(3)", "in range(0)")
+    (tmp_path / "whatif_none.py").write_text(text)
+    assert cli.main(["what-if", "whatif_none.py:build"]) == 2
+    assert "loader(32, 0) gave no batch" in capsys.readouterr().err
+
+
 def test_weights_of_a_checkpoint(run, tmp_path):
     small = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     torch.save(small.state_dict(), tmp_path / "weights.pt")
@@ -99,7 +113,13 @@ def test_a_task_that_has_a_step_alone_is_told_what_is_missing(run):
         ("[model, model]", (), "model() gave several models"),
         ("model.half()", (), "is torch.float16; pass a model in float32"),
         ("model", ("--weights", "nowhere.pt"), "No such file"),
+        ("model", ("--weights", "whatif_four.py"), "UnpicklingError: Weights only load failed"),
         ("model", ("--save", "."), "is a folder"),
+        (
+            "model",
+            ("--plot", "p.txt"),
+            "--plot p.txt: use a name that ends in .png or .svg or .pdf",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_2(run, model, options, said):

@@ -3,6 +3,7 @@
 # ruff: noqa: T201  (a command line speaks by print)
 
 import argparse
+import platform
 import sys
 import tempfile
 
@@ -41,6 +42,7 @@ def main(arguments=None):
 
 def _run_all(chosen):
     failed = []
+    print(f"with {chosen[0].versions[1]}, Python {platform.python_version()}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         wheel = build_wheel(folder)
         for client in chosen:
@@ -48,7 +50,7 @@ def _run_all(chosen):
             if not result.passed:
                 failed.append(result.name)
                 print(result.output, end="")
-            print(result, flush=True)
+            print(f"{result}   {client.versions[0]}", flush=True)
     said = f"{len(failed)} failed: {', '.join(failed)}" if failed else "all passed"
     print(f"clients: {len(chosen)} run, {said}")
     return 1 if failed else 0

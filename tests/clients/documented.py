@@ -1,18 +1,19 @@
-"""What docs/nan.md shows for packages that the default environment lacks."""
+"""What pages of docs show for packages that the default environment lacks."""
 
 import textwrap
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "nan.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def callback(package):
-    """The class ``Explain`` of the page's block that begins with ``import package``."""
-    _, found, after = PAGE.read_text(encoding="utf-8").partition(f"\n    import {package}\n")
-    assert found, f"{PAGE} has no block that imports {package}"
+def callback(package, page="nan.md", name="Explain"):
+    """The class ``name`` of the page's block that begins with ``import package``."""
+    page = DOCS / page
+    _, found, after = page.read_text(encoding="utf-8").partition(f"\n    import {package}\n")
+    assert found, f"{page} has no block that imports {package}"
     lines = after.splitlines()
     end = next(i for i, line in enumerate(lines) if line and not line.startswith("    "))
     names = {}
     code = textwrap.dedent("\n".join([f"    import {package}", *lines[:end]]))
-    exec(compile(code, str(PAGE), "exec"), names)
-    return names["Explain"]
+    exec(compile(code, str(page), "exec"), names)
+    return names[name]

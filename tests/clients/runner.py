@@ -1,8 +1,9 @@
 """Sets up and runs the clients: unmodified packages, each in an environment of its own.
 
 A client is a folder here with ``requirements.txt``, every version in it pinned, and ``checks.py``,
-a pytest file. Its virtual environment, ``.clients/<name>``, holds those packages and the wheel that
-is built from this tree, never the tree itself.
+a pytest file. The first paragraph of the requirements is what is run, each with the day on which
+the package index received it. The client's virtual environment, ``.clients/<name>``, holds those
+packages and the wheel that is built from this tree, never the tree itself.
 """
 
 import os
@@ -17,7 +18,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SECONDS = 300  # for one client's checks; they take 5 to 15 on one core
+SECONDS = 300  # for one client's checks; they take 5 to 40 on one core
+PACKAGE = re.compile(r"([\w.-]+)==([\w.]+)  # (\d{4}-\d\d-\d\d)")
 
 
 class SetUpError(Exception):
@@ -40,13 +42,23 @@ class Client:
         return self.folder / "requirements.txt"
 
     @property
+    def versions(self):
+        """What is run, as in ``timm 1.0.31 (2026-11-03)``: without torch, and torch."""
+        lines = self.requirements.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+        found = [PACKAGE.fullmatch(line).expand(r"\1 \2 (\3)") for line in lines]
+        torch = next(one for one in found if one.startswith("torch "))
+        return ", ".join(one for one in found if one != torch), torch
+
+    @property
     def stamp(self):
         return self.environment / "stamp"
 
     @property
     def inputs(self):
         """What the environment is made from."""
-        requirements = self.requirements.read_text(encoding="utf-8")
+        lines = self.requirements.read_text(encoding="utf-8").splitlines()
+        without_comments = [line.partition("#")[0].strip() for line in lines]
+        requirements = "\n".join(filter(None, without_comments))
         return f"{requirements}\n{sys.version}\n{platform.machine()}\n{self.environment}"
 
     @property

@@ -16,6 +16,10 @@ pytestmark = pytest.mark.skipif(
 CLIENTS = runner.clients()
 
 
+README = (runner.ROOT / "README.md").read_text(encoding="utf-8").partition("`./dev clients` ran")[2]
+TABLE = dict(re.findall(r"^\| (.+?\)) \| .+ \| (\d+) \|$", README, re.MULTILINE))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS.keys())
 def test_client(client, request):
@@ -23,11 +27,22 @@ def test_client(client, request):
         pytest.skip(f"its environment is not set up: ./dev clients --set-up {client.name}")
     result = runner.run(client, request.getfixturevalue("wheel"))
     assert result.passed, result.output
+    assert str(result.checks) == TABLE[client.versions[0]], "README has another number of checks"
+
+
+def test_readme_has_the_versions_and_dates_that_are_pinned():
+    """And no others. How many checks passed is compared where a client is set up."""
+    assert sorted(TABLE) == sorted(client.versions[0] for client in CLIENTS.values())
+    (torch,) = {client.versions[1] for client in CLIENTS.values()}
+    assert torch in README.partition("\n\n")[0].replace("\n", " ")
+    assert f"\n| {torch} | " in README  # the table of torch's releases
 
 
 @pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS.keys())
 def test_every_version_is_pinned(client):
-    lines = client.requirements.read_text().splitlines()
+    text = client.requirements.read_text()
+    assert all(map(runner.PACKAGE.fullmatch, text.partition("\n\n")[0].splitlines()))
+    lines = [line.partition("  #")[0] for line in text.splitlines()]
     pins = [line for line in lines if line and not line.startswith("#")]
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+(; .+)?", pin)] == []
     (torch,) = re.findall("^torch==.+", (runner.ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -130,7 +145,7 @@ def test_the_tree_is_refused():
 def client(tmp_path):
     made = runner.Client(tmp_path / "toy", tmp_path / ".clients" / "toy")
     made.folder.mkdir()
-    made.requirements.write_text("one==1.0\ntorch==2.13.0\n")
+    made.requirements.write_text("one==1.0  # 2026-01-02\ntorch==2.13.0  # 2026-07-08\n")
     return made
 
 
@@ -156,6 +171,8 @@ def test_a_set_up_is_done_once_and_again_if_requirements_change(client, steps):
     for _ in range(2):
         runner.set_up(client)
     assert steps == full(client)
+    assert runner.is_set_up(client)
+    client.requirements.write_text("# ours\none==1.0  # 2026-01-03\ntorch==2.13.0\n")
     assert runner.is_set_up(client)
     client.requirements.write_text("one==1.1\ntorch==2.13.0\n")
     runner.set_up(client)
@@ -184,6 +201,10 @@ def test_what_pip_said_is_the_error():
 # -- the command ---------------------------------------------------------------------------------
 
 
+def test_versions_are_told_with_the_dates_of_their_release(client):
+    assert client.versions == ("one 1.0 (2026-01-02)", "torch 2.13.0 (2026-07-08)")
+
+
 def test_a_wrong_name_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["tim"])
@@ -210,6 +231,8 @@ def test_the_command_sums_up(monkeypatch, capsys, arguments, code, last):
     assert command.main(arguments) == code
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == last
+    assert "with torch 2.13.0 (2026-07-08), Python 3." in out
+    assert all(client.versions[0] in out for name, client in CLIENTS.items() if name in arguments)
     assert ("timm said" in out) == (code == 1)  # the output of those that failed
     assert "fabric said" not in out
 

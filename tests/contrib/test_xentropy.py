@@ -88,6 +88,19 @@ def test_pieces_that_stay_in_the_cache(piece, monkeypatch):
         _agrees(losses, logits, labels, grad, 0.1, padding_idx=PADDING - 256)
 
 
+def test_an_eager_call_makes_no_lse_in_pieces(monkeypatch):
+    """The pieces' backward reads none: two of the forward's passes, and the losses' bits."""
+    logits, labels, _ = _data((9, 50), torch.float32)
+    monkeypatch.setattr(ops.OP.pieces, "above", 0)
+    monkeypatch.setattr(ops, "PIECE", 2 * 50)
+    losses, lse = ops.OP.operator(logits, labels, 0.1, PADDING)
+    assert lse.isfinite().all()
+    monkeypatch.setattr(torch.Tensor, "amax", pytest.fail)
+    eager = ops.cross_entropy(logits, labels, smoothing=0.1, padding_idx=PADDING)
+    assert torch.equal(eager, losses)
+    eager.sum().backward()
+
+
 def test_large_logits_take_the_operation(monkeypatch):
     monkeypatch.setattr(ops.OP.pieces, "above", 100)
     logits, labels, _ = _data((8, 100), torch.float32)

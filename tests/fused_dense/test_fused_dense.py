@@ -15,6 +15,7 @@ from apex.fused_dense import (
     fused_dense_gelu_dense_function,
 )
 from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
+from apex.ops._check import ArgumentError
 
 MODULES = {
     "FusedDense": lambda: FusedDense(5, 3),
@@ -73,6 +74,39 @@ def test_functions_in_torchscript():
     args = torch.randn(2, 5), torch.randn(5, 5), torch.randn(5)
     for found, expected in zip(torch.jit.script(caller)(*args), caller(*args), strict=True):
         assert torch.equal(found, expected)
+
+
+X, W, B = torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)
+REFUSED = {  # what F.linear takes in one case or another, and what it refuses
+    "a weight of one dimension": (X, W[0], None),
+    "a bias of one element": (X, W, B[:1]),
+    "a bias of two dimensions": (X, W, B[None]),
+    "integers": (X.int(), W.int(), B.int()),
+    "complex numbers": (X + 0j, W + 0j, None),
+    "a wider bias, input not contiguous": (torch.ones(2, 4, 2).half().mT, W.half(), B),
+    "a wider bias": (X.half(), W.half(), B),
+    "another dtype": (X.half(), W, B),
+    "other features": (X[:, :3], W, B),
+    "no dimension": (X[0, 0], W, None),
+    "a weight elsewhere": (X, W.to("meta"), None),
+    "an input elsewhere": (X.to("meta"), W, B),
+    "a bias elsewhere": (torch.ones(2, 4, 2).mT, W, B.to("meta")),
+    "no tensor": ([1.0], W, B),
+    "no weight": (X, None, B),
+}
+
+
+@pytest.mark.parametrize("args", REFUSED.values(), ids=REFUSED)
+def test_what_torch_would_take_is_refused_too(args):
+    with pytest.raises(ArgumentError, match="FusedDense: "):
+        _fused_dense(*args)
+
+
+@pytest.mark.parametrize("wide", range(3))
+def test_float64_beside_others_is_refused_under_autocast(wide):
+    args = [t.double() if at == wide else t for at, t in enumerate((X, W, B))]
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ArgumentError, match="float64"):
+        _fused_dense(*args)
 
 
 def test_errors():

@@ -38,6 +38,7 @@ from triton import knobs
 from triton._C.libtriton import llvm
 from triton.runtime import driver
 
+from apex.kernels import multi_tensor
 from tests.kernels.driver import Hopper, Launcher, without_machine_code, without_plans
 
 aten = torch.ops.aten
@@ -254,6 +255,7 @@ def fake_cuda():
     )
     stand_ins = {
         "is_available": lambda: True,
+        "is_initialized": lambda: True,
         "device_count": lambda: 2,
         "current_device": lambda: devices.current,
         "current_stream": devices.stream,
@@ -267,6 +269,7 @@ def fake_cuda():
         FakeTensorMode(),  # before CUDA seems to be available: it would want to use it
         mock.patch.multiple(torch.cuda, **stand_ins),
         mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(multi_tensor, "current_device", stand_ins["current_device"]),
         mock.patch.object(fake_tensor, "init_gpu_context"),  # torch 2.9 asks for a device there
         mock.patch.object(torch.Tensor, "data_ptr", _address),
         mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _only_checked, create=True),

@@ -173,11 +173,17 @@ def test_spills_and_registers_above_the_limit_of_a_kernel_are_named():
     limits, sound = {"norm": 40}, {**FOUND, "registers": 40}
     both = [sound, {**FOUND, "variant": "bf16", "registers": 41, "spilled": 8}]
     row = versions.judged(both, limits, "sm_90")
-    said = {"norm bf16": "spills 8 bytes, 41 registers, allowed are 40"}
-    assert (row["kernels"], row["most_registers"], row["spilling"]) == (2, 41, 1)
-    assert row["above_limits"] == said
+    spills = "spills 8 bytes, allowed are 0"
+    assert (row["kernels"], row["most_registers"]) == (2, 41)
+    assert row["spilled_bytes"] == {"norm bf16": 8}
+    assert row["above_limits"] == {"norm bf16": f"{spills}, 41 registers, allowed are 40"}
     assert versions.judged(both[:1], limits, "sm_90")["above_limits"] == {}
-    assert versions.judged(both, limits, "sm_80")["above_limits"] == {"norm bf16": "spills 8 bytes"}
+    assert versions.judged(both, limits, "sm_80")["above_limits"] == {"norm bf16": spills}
+    (kernel, most), *_ = versions.SPILLS.items()
+    for more, is_above in ((0, False), (1, True)):
+        row = versions.judged([{**FOUND, "kernel": kernel, "spilled": most + more}], {}, "sm_80")
+        assert bool(row["above_limits"]) == is_above
+        assert row["spilled_bytes"] == {f"{kernel} fp16": most + more}
 
 
 @NEEDS_TRITON

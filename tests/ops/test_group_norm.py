@@ -129,6 +129,35 @@ def test_gradients_of_weights_alone(frozen, layout, dtype, act):
 
 
 @acts
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("last", [True, False])
+def test_large_images_on_a_cpu(last, dtype, act, monkeypatch):
+    """What pieces serve, or torch's functions do; without a graph the bits are the same.
+
+    Gradients of 16 bits with channels last are computed in float32, of some images at a time.
+    """
+    monkeypatch.setattr(ops._PIECES, "above", 0)
+    monkeypatch.setattr(ops, "_PIECE", 2 * 20 * 35)
+    given, gradients = [], ops._gradients
+
+    def seen(dy, x, *rest):
+        given.append((len(x), x.dtype))
+        return gradients(dy, x, *rest)
+
+    monkeypatch.setattr(ops, "_gradients", seen)
+    tensors, dy = _data((5, 20, 5, 7), dtype, last=last)
+    y = _check(tensors, dy, 2, act)
+    if last and dtype in HALVES and act is None:
+        assert given == [(2, torch.float32), (2, torch.float32), (1, torch.float32)]
+    with torch.no_grad():
+        assert torch.equal(group_norm(tensors[0], 2, *tensors[1:], act=act), y)
+    for wanted in (tensors[1:], tensors[2:], tensors[:1]):
+        _check(tensors, dy, 2, act, wanted=wanted)
+    _check(tensors[:1], dy, 2, act)
+    _check(tensors[:2], dy, 2, act)
+
+
+@acts
 def test_a_frozen_input_compiled(act):
     (x, *weights), dy = _data((2, 8, 5, 3), torch.float32)
     x = x.detach()

@@ -6,9 +6,10 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex.ops import _runtime
-from apex.ops.norms import row_norm_pieces
+from apex.ops.norms import row_norm_pieces, row_norms
 from apex.ops.norms.row_norms import norm
 from tests.norms import layer_norm_reference, rms_norm_reference
 from tests.tolerance import assert_one_rounding, assert_rounded_after_float32
@@ -154,6 +155,53 @@ def test_large_inputs(name, shape, dtype, monkeypatch):
     monkeypatch.setattr(row_norm_pieces, "above", 0)
     monkeypatch.setattr(row_norm_pieces, "BLOCK", 2**16)
     _check(name, None, _inputs(name, shape, shape[-1:], dtype), shape[-1:])
+
+
+@pytest.mark.parametrize("block", [2**18, 300], ids=["one block", "several"])
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_without_a_graph(name, dtype, memory_efficient, block, monkeypatch):
+    """On a CPU the same bits, and no autograd.Function."""
+    x, weight, bias, _ = _inputs(name, (9, 66), (66,), dtype)
+    monkeypatch.setattr(row_norm_pieces, "above", 0)
+    monkeypatch.setattr(row_norm_pieces, "BLOCK", block)
+    y = _norm(name, x, weight, bias, (66,), memory_efficient=memory_efficient)
+    for op in (row_norms.OP, row_norms.MEMORY_EFFICIENT):
+        monkeypatch.setattr(op, "compute", pytest.fail)
+    with torch.no_grad():
+        found = _norm(name, x, weight, bias, (66,), memory_efficient=memory_efficient)
+        turned = _norm(
+            name, x.t().contiguous().t(), weight, bias, (66,), memory_efficient=memory_efficient
+        )
+    assert torch.equal(found, y)
+    assert torch.equal(turned, y)
+
+
+@pytest.mark.parametrize(("name", "most"), [("layer", (3, 21)), ("rms", (12, 21))])
+def test_operators_of_a_memory_efficient_norm(name, most):
+    """Of few rows; their calls are the time of a small norm on a CPU."""
+    x, weight, bias, dy = (
+        None if t is None else t.detach()
+        for t in _inputs(name, (4, 64), (64,), torch.float32)
+    )  # fmt: skip
+    how = {"shape": (64,), "eps": 1e-5, "centered": name == "layer", "dtype": x.dtype}
+    with _Operators() as forward:
+        y, _, rstd = row_norm_pieces.forward(x, weight, bias, *how.values())
+    with _Operators() as backward:
+        row_norm_pieces.backward(
+            dy, [True] * 3, y=y, weight=weight, bias=bias, rstd=rstd, x_dtype=x.dtype, **how
+        )
+    assert forward.count <= most[0]
+    assert backward.count <= most[1]
+
+
+class _Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.exhaustive

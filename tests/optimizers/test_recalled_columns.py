@@ -1,8 +1,12 @@
-"""What a step keeps of its columns is never stale: edits between steps, beside one that forgets."""
+"""What a step keeps is never stale: edits between steps, beside an optimizer that forgets.
+
+What is kept of columns, and the launches over them that are made again with other numbers.
+"""
 
 import pytest
 import torch
 
+from apex.kernels._plans import Repeat
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
@@ -45,6 +49,11 @@ def no_state(optimizer, params):
     del optimizer.state[params[1]][_slot(optimizer)]
 
 
+def a_master(optimizer, params):
+    """The weight becomes what it is the rounded value of."""
+    optimizer.state[params[1]]["master_param"] = torch.full_like(params[1], 0.5)
+
+
 def no_gradient(optimizer, params):
     params[1].grad = None
 
@@ -64,21 +73,61 @@ def another_dtype(optimizer, params):
     del optimizer.state[params[2]]
 
 
+def smaller(optimizer, params):
+    """A weight with its state and gradient is cut off where it lies."""
+    params[1].data = params[1].data[:3]
+    params[1].grad = params[1].grad[:3]
+    state = optimizer.state[params[1]]
+    state[_slot(optimizer)].data = state[_slot(optimizer)].data[:3]
+    for value in state.values():
+        if value.dim():
+            value.data = value.data[:3]
+
+
+def other_numbers(optimizer, params):
+    optimizer.param_groups[0].update(lr=0.25, weight_decay=0.5)
+
+
+def a_rate_in_a_tensor(optimizer, params):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+
+
+def other_momentum(optimizer, params):
+    """No buffers any more, or other bias corrections."""
+    group = optimizer.param_groups[0]
+    group.update({"momentum": 0.0} if "momentum" in group else {"betas": (0.5, 0.75)})
+
+
+def dampened(optimizer, params):
+    optimizer.param_groups[0]["dampening"] = 0.5
+
+
 EDITS = (
-    elsewhere, turned, another_state, states_in_another_order, no_state, no_gradient,
-    wider_gradients, groups_in_two, another_dtype,
+    elsewhere, turned, smaller, other_numbers, a_rate_in_a_tensor, other_momentum, dampened,
+    another_state, states_in_another_order, no_state, a_master, no_gradient, wider_gradients,
+    groups_in_two, another_dtype,
 )  # fmt: skip
 
 
-def _trained(kind, options, edit, forgets):
+@pytest.fixture
+def again(monkeypatch):
+    """The launches that are made again."""
+    made, launch = [], Repeat.launch
+    monkeypatch.setattr(Repeat, "launch", lambda *x: (made.append(x), launch(*x)))
+    return made
+
+
+def _trained(kind, options, edit, forgets, groups=1):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    optimizer = kind(params, **options)
+    rest = [{"params": [param]} for param in params[1:]] if groups > 1 else []
+    optimizer = kind([{"params": params[:1], "lr": 0.5}, *rest] if rest else params, **options)
+    memory = [torch.empty_like(param) for param in params]
     recalled = 0
     for number in range(6):
-        for param in params:
+        for param, at in zip(params, memory, strict=True):
             grad = torch.randn(param.shape, generator=generator)
-            param.grad = grad.to(param.dtype)
+            param.grad = at.flatten()[: grad.numel()].view(grad.shape).copy_(grad).to(param.dtype)
         if number == 3:
             edit(optimizer, params)
         if forgets:
@@ -91,13 +140,141 @@ def _trained(kind, options, edit, forgets):
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_after_an_edit_a_step_is_that_of_one_that_forgets(kind, options, edit):
+def test_after_an_edit_a_step_is_that_of_one_that_forgets(kind, options, edit, again):
     found, recalled = _trained(kind, options, edit, False)
+    repeated = len(again)
     expected, never = _trained(kind, options, edit, True)
     assert recalled >= 2
     assert never == 0
+    assert repeated == len(again)
+    assert (repeated >= 2) is (kind in (FusedAdam, FusedSGD))
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
+
+
+def nothing(optimizer, params):
+    pass
+
+
+@pytest.mark.parametrize("edit", [nothing, elsewhere, other_numbers])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
+def test_groups_that_are_launched_apart(name, edit, again):
+    found, _ = _trained(*KINDS[name], edit, False, groups=3)
+    repeated = len(again)
+    expected, _ = _trained(*KINDS[name], edit, True, groups=3)
+    assert repeated == len(again) >= 6  # two launches a step: the last two groups are joined
+    assert all(map(torch.equal, found, expected))
+
+
+def late_decay(optimizer, params):
+    optimizer.wd_after_momentum = True
+
+
+def looks_ahead(optimizer, params):
+    optimizer.param_groups[0]["nesterov"] = True
+
+
+def another_scale(optimizer, params):
+    """Of one step; the next has the numbers of the one before."""
+    optimizer.most_recent_scale = 2.0
+
+
+def test_a_state_that_is_not_stepped_is_seen(again):
+    """Without momentum there are no slots to look for."""
+    for forgets in (False, True):
+        found, _ = _trained(FusedSGD, {"lr": 0.5}, a_master, forgets)
+        assert torch.equal(found[1], found[-1])
+
+
+@pytest.mark.parametrize("edit", [nothing, late_decay, looks_ahead, another_scale])
+def test_numbers_of_a_launch_are_those_of_now(edit, again):
+    options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.25}
+    found, _ = _trained(FusedSGD, options, edit, False)
+    repeated = len(again)
+    expected, _ = _trained(FusedSGD, options, edit, True)
+    assert repeated == len(again) >= 3
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_launch_is_not_that_of_other_dtypes(again):
+    """Where the tensors of one optimizer are, those of another are, of the same sizes."""
+    memory, trained = torch.zeros(3, 8, dtype=torch.int16), {}
+    for dtype in (torch.float16, torch.bfloat16):
+        weight, grad, state = memory.view(dtype).unbind()
+        param = torch.nn.Parameter(weight)
+        trained[dtype] = FusedSGD([param], lr=0.5, momentum=0.5), param, grad, state
+        trained[dtype][0].state[param]["momentum_buffer"] = state
+    for dtype in (torch.float16, torch.float16, torch.bfloat16, torch.bfloat16, torch.float16):
+        optimizer, param, grad, state = trained[dtype]
+        with torch.no_grad():
+            _ = param.fill_(1.0), grad.fill_(0.5), state.fill_(0.5)
+        param.grad = grad.detach()
+        with _runtime.use("triton"):
+            optimizer.step()
+        assert (param.tolist(), state.tolist()) == ([0.625] * 8, [0.75] * 8)
+    assert len(again) == 2
+
+
+def test_a_step_that_clips_is_not_that_of_one_that_does_not(again):
+    clips = FusedAdam, {"max_grad_norm": 0.5, "eps": 1.0}
+    found, _ = _trained(*clips, nothing, False)
+    expected, _ = _trained(*clips, nothing, True)
+    assert all(map(torch.equal, found, expected))
+    assert not again
+
+
+def test_gradients_that_are_left_scaled_are_written(again):
+    param = torch.nn.Parameter(torch.ones(4))
+    grad, optimizer = torch.ones(4), FusedSGD([param], lr=0.5)
+    for writes in (False, False, True, False):
+        param.grad = grad.fill_(1.0).detach()
+        with _runtime.use("triton"):
+            optimizer.step_scaled(0.5, write_grads=writes)
+        assert grad.tolist() == [0.5 if writes else 1.0] * 4
+    assert param.tolist() == [0.0] * 4
+    assert len(again) == 1
+
+
+def test_where_no_kernel_runs_no_launch_is_made_again(again):
+    param = torch.nn.Parameter(torch.ones(4))
+    grad, optimizer = torch.ones(4), FusedSGD([param], lr=0.5)
+    for path in ("triton", "triton", "reference", "triton"):
+        before = len(again)
+        param.grad = grad.detach()
+        with _runtime.use(path):
+            optimizer.step()
+    assert (before, len(again)) == (1, 2)
+
+
+def test_a_number_on_a_device_is_not_read(again):
+    """Of tensors a general launch passes the address."""
+    param = torch.nn.Parameter(torch.ones(4))
+    grad, optimizer = torch.ones(4), FusedAdam([param])
+    for repeats, lr in ((2, 0.5), (0, torch.tensor(0.5)), (1, 0.25)):
+        again.clear()
+        optimizer.param_groups[0]["lr"] = lr
+        for _ in range(3 if repeats == 2 else 1):
+            param.grad = grad.detach()
+            with _runtime.use("triton"):
+                optimizer.step()
+        assert len(again) == repeats
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
+def test_autograd_is_told_of_what_is_written(kind, options):
+    """Weights that a graph has saved have other versions after a step, whoever has launched it."""
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    grad, optimizer = torch.ones(2, 2), kind([param], **options)
+    for _ in range(4):
+        param.grad = grad.detach()
+        states = [x for state in optimizer.state.values() for x in state.values()]
+        before = [x._version for x in (param, *states)]
+        loss = (param * param).sum()
+        with _runtime.use("triton"):
+            optimizer.step()
+        assert all(x._version > was for x, was in zip((param, *states), before, strict=True))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")

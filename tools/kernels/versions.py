@@ -4,9 +4,9 @@ A release is unpacked beside the others, and not installed ::
 
     pip install --no-deps --target .tritons/3.9.0 triton==3.9.0
 
-Each compiles in a process of its own, with its folder in front of the path. No kernel may spill
-registers, and none may have more than `LIMITS` says for its name: the most that Triton 3.5.0 to
-3.9.0 took for sm_90, rounded up to a multiple of 8, by which they are given out.
+Each compiles in a process of its own, with its folder in front of the path. No kernel may have more
+registers than `LIMITS` says for its name: the most that Triton 3.5.0 to 3.9.0 took for sm_90,
+rounded up to a multiple of 8, by which they are given out. None may spill more than `SPILLS` says.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LIMITS = pathlib.Path(__file__).with_name("registers.json")
+# Bytes a thread: Triton 3.5 spills 16 of Lion with Kahan's compensation in bfloat16, and 3.8 spills
+# 8 of Adagrad in 16 bits. With the Triton that is pinned `./dev kernels` takes any for a fault.
+SPILLS = {"lion": 16, "adagrad": 8}
 Finding = Mapping[str, Any]
 
 
@@ -35,17 +38,22 @@ def compared(folders: Sequence[str], targets: Sequence[str]) -> list[dict[str, A
 
 
 def judged(findings: Sequence[Finding], limits: Mapping[str, int], target: str) -> dict[str, Any]:
-    """Count kernels and registers, and say what is above the limits.
+    """Count kernels and registers, and say what is spilled and what is above the limits.
 
     Args:
         findings: Of one release.
         limits: The most registers by the name of a kernel; they hold for sm_90.
         target: What the kernels were compiled for.
     """
-    bad = {}
+    bad, spills = {}, {}
     for one in findings:
-        where, most = f"{one['kernel']} {one['variant']}", limits.get(one["kernel"], 0)
-        said = [f"spills {one['spilled']} bytes"] if one["spilled"] else []
+        name, spilled = one["kernel"], one["spilled"]
+        where, most = f"{name} {one['variant']}", limits.get(name, 0)
+        if spilled:
+            spills[where] = spilled
+        said = []
+        if spilled > SPILLS.get(name, 0):
+            said.append(f"spills {spilled} bytes, allowed are {SPILLS.get(name, 0)}")
         if target == "sm_90" and one["registers"] > most:
             said.append(f"{one['registers']} registers, allowed are {most}")
         if said:
@@ -54,7 +62,7 @@ def judged(findings: Sequence[Finding], limits: Mapping[str, int], target: str) 
         "target": target,
         "kernels": len(findings),
         "most_registers": max(one["registers"] for one in findings),
-        "spilling": sum(one["spilled"] > 0 for one in findings),
+        "spilled_bytes": spills,
         "above_limits": bad,
     }
 

@@ -218,9 +218,11 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         checks.refuse_unfused(optimizer_list)
     model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
     checks.refuse_copies(model_list, optimizer_list)
+    kept = policies.read(policy, model_list, properties, verbose=verbosity > 0)
+    with lock:  # models of other threads are listed
+        modules.refuse_shared(model_list, kept)
     checks.check_dtypes(model_list, properties)
     checks.refuse_sharded(model_list, properties, process_group)
-    kept = policies.read(policy, model_list, properties, verbose=verbosity > 0)
     process_group = checks.group_of_several("amp.initialize", process_group)
     scalers = [
         LossScaler(

@@ -158,6 +158,8 @@ class OptimizerState:
         """Let the program have the masters, which count as written until the next forward."""
         params, ledger = self.params, self.ledger
         self.unscale()
+        if self._is_open():
+            ledger.warn_of_scaled()
         if params.weights:
             params.match_requires_grad()
             params.reconcile(compare=not ledger.has_stepped)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Iterator
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count, islice
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,13 +20,14 @@ from apex.cli.command_line import UsageError, raised
 from apex.cli.options import add_device, at_least, check_file, pick_device
 from apex.debug import WhatIf, what_if
 from apex.debug.what_if.formats import FORMATS
-from apex.debug.what_if.verdicts import ENOUGH
+from apex.debug.what_if.judging import ENOUGH
 
 HELP = """Measure, layer by layer, in which number formats a model can be trained, on any machine:
 the formats are emulated. Prints an answer, a table and the reasons. The task is that of apex bench:
 FILE.py:FUNCTION gives an object with model(), loss(model, batch) and loader(batch_size, seed)."""
 
 OK, UNDECIDED = 0, 1  # exit codes
+PLOTS = (".png", ".svg", ".pdf")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        0, or 1 if there were too few batches to decide.
+        0, or 1 if nothing was decided: too few batches, or no layer with a product.
 
     Raises:
         UsageError: An option, the task or its model cannot be used.
@@ -73,17 +76,19 @@ def run(args: argparse.Namespace) -> int:
     for option, file in (("--save", args.save), ("--plot", args.plot)):
         if file is not None:
             check_file(option, file)
+    if args.plot is not None and args.plot.suffix not in PLOTS:
+        raise UsageError(f"--plot {args.plot}: use a name that ends in {' or '.join(PLOTS)}")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot: matplotlib not installed: pip install matplotlib")
     task = tasks.load(args.task, TaskOptions(device, quick=True, data=args.data))
     try:
         found = _studied(task, args, device)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
         raise UsageError(f"{args.task}: {raised(error)}") from error
     print(found)
-    if args.plot is not None:
+    if args.plot is not None and found.layers:
         found.plot(args.plot)
-    if found.batches < ENOUGH:
+    if not found.is_decided:
         return UNDECIDED
     if args.save is None:
         print("\n--save policy.json writes the policy that amp.initialize(policy=...) takes.")
@@ -110,9 +115,19 @@ def _studied(task: Task, args: argparse.Namespace, device: torch.device) -> What
     model = model.to(device).train()
     kind = OPTIMIZERS.get(task.optimizer)
     optimizer = kind(model.parameters(), lr=task.lr) if kind and task.lr else None
-    epochs = (task.loader(args.batch, args.seed + epoch) for epoch in count())
     batches = [
         tree_map_only(torch.Tensor, lambda one: one.to(device), batch)
-        for batch in islice(chain.from_iterable(epochs), args.batches)
+        for batch in islice(_epochs(task, args), args.batches)
     ]
     return what_if(model, task.loss, batches, formats=args.formats, optimizer=optimizer)
+
+
+def _epochs(task: Task, args: argparse.Namespace) -> Iterator[Any]:
+    """The batches of the task, again and again."""
+    for epoch in count():
+        is_empty = True
+        for batch in task.loader(args.batch, args.seed + epoch):
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise ValueError(f"loader({args.batch}, {args.seed + epoch}) gave no batch")

@@ -27,8 +27,7 @@ from apex.debug.entry import watch
 from apex.debug.report import CAUSES, Report
 from apex.debug.reproduce import FileError
 from apex.debug.watch import FaultWarning, NonFiniteError, Watch, watch_of
-from apex.debug.what_if.entry import what_if
-from apex.debug.what_if.result import WhatIf
+from apex.debug.what_if.result import WhatIf, what_if
 
 __all__ = [
     "CAUSES",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.debug import reproduce
+from apex.debug.sentences import listed
 
 CAUSES = {
     "scale": "the loss scale is too high for a gradient of 16 bits",
@@ -118,8 +119,4 @@ def _values(values: dict[str, Any]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    if not names:
-        return ""
-    return f"not finite: {', '.join(names[:4])}" + (
-        f" and {len(names) - 4} more" * (len(names) > 4)
-    )
+    return f"not finite: {listed(names)}" if names else ""

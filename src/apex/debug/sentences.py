@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+SHOWN = 4  # names in a sentence
 HINT = (
     " (apex.debug.watch(model, optimizer, step=lambda: loss_function(model(x), y)) names the line)"
 )
@@ -19,6 +21,13 @@ OUTSIDE = {  # kind of origin -> cause and sentence
     "collective": ("rank", "{name} brought {counts} from another rank."),
     "tensor": ("loss", "{counts} came from a tensor that existed before the step (targets?)."),
 }
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a sentence: ``"a, b and c"``, or the first of them and how many more there are."""
+    if len(names) > SHOWN:
+        names = [", ".join(names[:SHOWN]), f"{len(names) - SHOWN} more"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def rows_of(values: dict[str, Any]) -> str:

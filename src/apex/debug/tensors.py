@@ -36,6 +36,14 @@ def is_bad(tensor: torch.Tensor) -> bool:
     return not bool(torch.isfinite(tensor).all())
 
 
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, 0-dim; 0 of no elements."""
+    if not tensor.numel():
+        return tensor.new_zeros(())
+    low, high = torch.aminmax(tensor.detach())  # abs() is memory: 160 us of 2**16 on a busy CPU
+    return torch.maximum(-low, high)
+
+
 def non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
     if not tensors:

@@ -87,16 +87,16 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def unchanged(*objects: Any) -> Iterator[None]:
-    """Give modules back their attributes, and their parameters and buffers their values.
+    """Give modules back their attributes, and their parameters and buffers all that they had.
 
-    Objects that are no modules are left out. What is inside of other objects that they hold (a
-    list that grows) is not known.
+    That is their values, their gradients and whether they need one. Objects that are no modules
+    are left out. What is inside of other objects that they hold (a list that grows) is not known.
     """
     modules = [one for one in objects if isinstance(one, torch.nn.Module)]
     found = {id(one): one for module in modules for one in module.modules()}.values()
     every = [one for one in found if not isinstance(one, torch.jit.ScriptModule)]
     attributes = [(one, {**vars(one)}, {k: {**vars(one)[k]} for k in _TABLES}) for one in every]
-    tensors = [(x, x.detach().clone()) for m in modules for x in (*m.parameters(), *m.buffers())]
+    tensors = [_Tensor(x) for m in modules for x in (*m.parameters(), *m.buffers())]
     try:
         yield
     finally:
@@ -106,5 +106,21 @@ def unchanged(*objects: Any) -> Iterator[None]:
             for name, table in tables.items():
                 before[name].clear()
                 before[name].update(table)
-        for tensor, value in tensors:
+        for tensor in tensors:
+            tensor.restore()
+
+
+class _Tensor:
+    """What a parameter or buffer has: its values, its gradient, and whether it needs one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.needs_one = tensor, tensor.requires_grad
+        self.gradient = tensor.grad if tensor.is_leaf else None
+        self.values = [(x, x.detach().clone()) for x in (tensor, self.gradient) if x is not None]
+
+    def restore(self) -> None:
+        """Give it back."""
+        for tensor, value in self.values:
             tensor.data.copy_(value)
+        if self.tensor.is_leaf:
+            self.tensor.requires_grad_(self.needs_one).grad = self.gradient

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 
 from apex.debug.calls import random_states, set_random_states
-from apex.debug.tensors import HALVES, is_bad, local, tensors_of
+from apex.debug.tensors import HALVES, is_bad, largest, local, tensors_of
 from apex.debug.tracing import Counting, key_of, written_by
 
 
@@ -63,8 +63,8 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
         set_random_states(states)
         if self.count == self._index:
             floating = [t.detach() for t in tensors_of(wide) if t.is_floating_point()]
-            sizes = [t[t.isfinite()].abs() for t in floating]
-            self.largest = max((float(t.max()) for t in sizes if t.numel()), default=math.nan)
+            finite = [t[t.isfinite()] for t in floating]
+            self.largest = max((float(largest(t)) for t in finite if t.numel()), default=math.nan)
             self.is_finite = not any(is_bad(one) for one in floating)
         written = written_by(operation, args, kwargs)
         halves = {id(one) for one in written if one.dtype in HALVES}

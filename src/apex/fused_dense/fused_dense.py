@@ -22,8 +22,11 @@ def _fused_dense(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """``input @ weight.T + bias``."""
-    if dense.fit(input, weight, bias):
-        return F.linear(input, weight, bias)
+    try:
+        if dense.left_to_torch(weight, bias):
+            return F.linear(input, weight, bias)
+    except (AttributeError, RuntimeError, TypeError):
+        pass  # below are the words for what does not fit together
     dense.check("FusedDense", input, {"weight": weight}, {"bias": bias})
     return F.linear(input, weight, bias)
 

@@ -18,7 +18,7 @@ from apex.kernels._plans import Family
 
 BLOCK = 1024  # 4 warps of 32 lanes, 128 bits of 16-bit logits each
 LANE = 8  # neighbours that one thread reads of them
-WARPS, ALONE_WARPS = 4, 8  # 8 elements a thread with a row for each spill on sm_80
+WARPS, ALONE_WARPS = 4, 8  # 8 elements a thread spill on sm_80 with a row for each, or in float32
 
 
 @triton.jit
@@ -129,26 +129,25 @@ def _focal_loss(
 
 @functools.cache
 def _family(columns: int, smooth: bool, square: bool, kinds: Any) -> Family:
-    lane, warps = (LANE, WARPS) if columns >= LANE else (1, ALONE_WARPS)  # in at most two rows
+    lane = LANE if columns >= LANE else 1  # in at most two rows
+    warps = WARPS if lane == LANE and kinds[0].itemsize == 2 else ALONE_WARPS
     return Family(_focal_loss, (columns, smooth, square, BLOCK, lane), warps)
 
 
-def _launch(
-    logits: torch.Tensor, pointers: Any, classes: int, alpha: float, gamma: float, smoothing: float
-) -> None:
-    size, tensors = logits.numel(), (logits, *pointers)
-    kinds = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    family = _family(logits.shape[-1], smoothing != 0.0, gamma == 2.0, kinds)
-    numbers = (size, classes, float(alpha), float(gamma), float(smoothing))
-    family.launch((-(-size // BLOCK), 1, 1), tensors, numbers, size, classes)
-
-
 def forward(
-    logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, *numbers: Any
-) -> torch.Tensor:
+    logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor,
+    classes: int, alpha: float, gamma: float, smoothing: float,
+) -> torch.Tensor:  # fmt: skip
     """Compute the loss."""
-    sums = logits.new_empty(-(-logits.numel() // BLOCK), dtype=torch.float32)
-    _launch(logits, (targets, sums, None, None, None), *numbers)
+    size, columns = logits.numel(), logits.shape[-1]
+    programs = -(-size // BLOCK)
+    sums = logits.new_empty(programs, dtype=torch.float32)
+    kinds = (logits.dtype, targets.dtype)
+    family = _family(columns, smoothing != 0.0, gamma == 2.0, kinds)
+    family.launch(
+        (programs, 1, 1), (logits, targets, sums, None, None, None),
+        (size, classes, float(alpha), float(gamma), float(smoothing)), size, classes,
+    )  # fmt: skip
     if num_positives.dtype != sums.dtype:
         num_positives = num_positives.to(sums.dtype)
     return sums.sum() / (num_positives.reshape(()) if num_positives.dim() else num_positives)
@@ -156,9 +155,14 @@ def forward(
 
 def backward(
     dy: torch.Tensor, needs: list[bool], *, logits: torch.Tensor, targets: torch.Tensor,
-    num_positives: torch.Tensor, **numbers: Any,
+    num_positives: torch.Tensor, classes: int, alpha: float, gamma: float, smoothing: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Compute the gradient of the logits, which are read again."""
-    out = torch.empty_like(logits)
-    _launch(logits, (targets, None, dy, num_positives, out), **numbers)
+    out, size, columns = torch.empty_like(logits), logits.numel(), logits.shape[-1]
+    kinds = (logits.dtype, targets.dtype, dy.dtype, num_positives.dtype)
+    family = _family(columns, smoothing != 0.0, gamma == 2.0, kinds)
+    family.launch(
+        (-(-size // BLOCK), 1, 1), (logits, targets, None, dy, num_positives, out),
+        (size, classes, float(alpha), float(gamma), float(smoothing)), size, classes,
+    )  # fmt: skip
     return [out]

@@ -360,7 +360,9 @@ def forward(
     rows, twice_channels, _, parts = shape.sizes
     partial = stats.new_empty(images * parts * 2 * channels)
     grid, sizes, step, tile = shape.grid, shape.sizes, shape.step, shape.tile
-    kinds = tuple([None if tensor is None else tensor.dtype for tensor in (x, weight, bias)])
+    weight_dtype = None if weight is None else weight.dtype
+    bias_dtype = None if bias is None else bias.dtype
+    kinds = (x.dtype, weight_dtype, bias_dtype)  # named: a comprehension has a frame
     first, second, third = _of_forward(kinds, silu, tile, shape.joins, shape.warps)
     first.launch(grid, (x, partial), (rows, twice_channels, parts, step), *sizes, step)
     numbers = (*sizes, step)
@@ -388,7 +390,9 @@ def backward(
     sums = partial.new_empty(images, 2, channels)
     means = partial.new_empty(images * groups * 2)
     tensors = (dy, x, *weights, stats)
-    kinds = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+    weight_dtype = None if weight is None else weight.dtype
+    bias_dtype = None if bias is None else bias.dtype
+    kinds = (dy.dtype, x.dtype, weight_dtype, bias_dtype, stats.dtype)
     first, second, third = _of_backward(kinds, silu, shape.tile, shape.joins, shape.warps)
     grid, sizes, numbers = shape.grid, shape.sizes, (*shape.sizes, shape.step)
     first.launch(grid, (*tensors, partial), numbers, *numbers)

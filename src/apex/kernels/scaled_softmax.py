@@ -178,8 +178,13 @@ def _readable(
         mask = mask.contiguous()
     if padded and n_cols % 8:
         mask = torch.nn.functional.pad(mask.view(torch.uint8), (0, -n_cols % 8))[..., :n_cols]
-    strides = [0 if n == 1 else 2 * s for n, s in zip(mask.shape, mask.stride(), strict=True)][:-1]
-    return mask.view(torch.uint8), [0] * (3 - len(strides)) + strides
+    strides = [0, 0, 0]  # in a loop: a comprehension has a frame
+    for place, (size, stride) in enumerate(
+        zip(mask.shape, mask.stride(), strict=True), -mask.dim()
+    ):
+        if size != 1 and place < -1:
+            strides[place + 1] = 2 * stride
+    return mask.view(torch.uint8), strides
 
 
 def forward(

@@ -153,7 +153,11 @@ class op:  # lower case, like torch.autocast: used as a function
         assert self.names == [*self.tensors, *self.constants], f"{self.name}: tensors come first"
         self._at_tensors = [*range(len(self.tensors))]  # a list, which torch.compile can trace
         self._at_grads = [self.names.index(name) for name in self.grads]
-        self._at_others = [i for i in self._at_tensors if i not in self._at_grads]
+        count = len(self.grads)
+        assert self._at_grads == self._at_tensors[:count], f"{self.name}: grads come first"
+        self._at_others = self._at_tensors[count:]
+        #: What a backward returns behind the gradients: for other tensors and for the constants.
+        self._no_gradients = (None,) * (len(self._at_others) + 1)
         known = [*self.tensors, *self.results]
         self._to_save = _items([known.index(name) for name in self.saves])
         self._needs = _items(self._at_grads)
@@ -220,7 +224,7 @@ class op:  # lower case, like torch.autocast: used as a function
             return self.pieces
         if _forced or not x.is_cpu or self.pieces is None or size <= self.pieces.above:
             return None
-        return UNSURE if hasattr(self.pieces, "serves") else self.pieces
+        return self.pieces  # the caller asks them whether they serve
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Cast the arguments under autocast, choose a path and compute ``y``."""
@@ -229,7 +233,7 @@ class op:  # lower case, like torch.autocast: used as a function
         x = args[0]
         implementation = self.choose(x)
         if implementation is not UNSURE and self._are_plain(args):
-            if implementation is None:
+            if implementation is None or not self._serves(implementation, args):
                 return self.definition(*args)
             return self.compute(*self._split(args, implementation))
         device_type = x.device.type
@@ -291,9 +295,16 @@ class op:  # lower case, like torch.autocast: used as a function
         if self.own_backward:
             return self.pieces
         pieces = self.pieces if x.is_cpu and forced is None else None
-        if pieces is None or size <= pieces.above:
+        if pieces is None or size <= pieces.above or not self._serves(pieces, args):
             return None
-        return pieces if getattr(pieces, "serves", None) is None or pieces.serves(*args) else None
+        return pieces
+
+    def _serves(self, implementation: Any, args: Sequence[Any]) -> bool:
+        """Whether what `choose` says is faster than the definition: pieces may depend on all."""
+        if implementation is not self.pieces or self.own_backward:
+            return True
+        serves = getattr(self.pieces, "serves", None)
+        return serves is None or serves(*args)
 
     def _fuses(self, x: torch.Tensor) -> bool:
         """Whether there is a kernel for ``x``, and can run."""
@@ -386,10 +397,10 @@ class op:  # lower case, like torch.autocast: used as a function
             or _is_batched(dy)
             or _compiler.is_dynamo_compiling()
             or _compiler._is_compiling_flag
-            or any(map(needed.__getitem__, self._at_others))
+            or (self._at_others and any(map(needed.__getitem__, self._at_others)))
         ):
             return (*self._gradients(ctx, dy)[: len(self.tensors)], None)
-        dense: list[Any] = [dy, *ctx.saved_tensors]
+        dense: Sequence[Any] = (dy, *ctx.saved_tensors)
         for tensor in dense:
             if tensor is not None and (
                 tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
@@ -403,11 +414,12 @@ class op:  # lower case, like torch.autocast: used as a function
             gradients = call_on_device(implementation.backward, dy, dense[0], needs, **given)
         else:
             gradients = implementation.backward(dense[0], needs, **given)
-        found: list[torch.Tensor | None] = [None] * len(needed)
-        for i, gradient in zip(self._at_grads, gradients, strict=True):
-            if needed[i]:
-                found[i] = gradient
-        return tuple(found)
+        if False in needs:  # what is not needed may have been computed on the way
+            gradients = [*gradients]
+            for i in self._at_grads:
+                if not needed[i]:
+                    gradients[i] = None
+        return (*gradients, *self._no_gradients)
 
     def _save_for_operator(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         outputs = _as_tuple(output)

@@ -25,6 +25,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # without importing
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # no subclass
+# What compiles the frames of this thread, if anything does; without the private function some may.
+_frames_are_compiled: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True
+)
 _forced: list[str] = []  # a list and no context variable, which torch.compile cannot trace
 
 
@@ -126,12 +130,26 @@ def not_compiled(function: _Function) -> _Function:
     Addresses, versions of tensors and launches of kernels are nothing that it could trace. torch's
     optimizers use the same decorator, which imports the compiler at the first call only.
     """
-    return cast("_Function", _disable_dynamo(function))
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # What torch returns takes 3 us a call. Where the compiler is at work neither for this frame
+        # nor for those that it opens, the function needs no protection.
+        if torch.compiler.is_compiling() or _frames_are_compiled() is not None:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast("_Function", called)
 
 
 def capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether what is launched now goes into a CUDA graph: not before torch has initialized CUDA.
+
+    ``torch.cuda.is_available`` would count devices each time: 7 Python calls with torch for CUDA.
+    """
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return has_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -45,12 +45,17 @@ from apex.ops.lists.tensor_lists import (
 from apex.optimizers import _checkpoint, _checks
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._columns import (
+    Collected,
     Written,
+    are_flat,
+    as_collected,
     collected,
     follow_written,
     lists_of,
     quantized,
+    recalled,
     versions,
+    with_grads,
     with_own,
 )
 from apex.optimizers._launches import (
@@ -61,8 +66,10 @@ from apex.optimizers._launches import (
     scalar,
     split,
 )
+from apex.optimizers._repeated import repeated
 from apex.optimizers._zero import Partition, partition
 
+Given = Mapping[torch.Tensor, torch.Tensor] | None  # by parameter
 _MASTERED = methodcaller("__contains__", "master_param")
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
@@ -114,6 +121,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     # How one launch is stepped, and the type of the numbers of that.
     _algorithm: Callable[[Any, Any, StepOptions], Stages | None]
     _numbers: Any
+
+    #: What is a group's whole step, if that is one update of each element with the numbers that
+    #: `_numbers_of` finds; see :func:`apex.optimizers._repeated.repeated`. ``None``, the function
+    #: or what it returns, if a step is more than that.
+    _elementwise: Any = None  # (group) -> Update | None
 
     #: Names of the state slots, in the order of the update.
     slots: tuple[str, ...] = ()
@@ -283,35 +295,35 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _stepped(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
         """Do what ``step`` does: torch replaces that with one that runs the user's hooks."""
-        try:
-            return self._step(closure, historic)
-        except KeyError:
-            _checks.complete(self)
-            raise
-
-    def _step(self, closure: Callable[[], Any] | None, historic: dict[str, Any]) -> Any:
-        scaler = historic.pop("grad_scaler", None)
-        if any(value is not None for value in historic.values()):
-            _checks.step_arguments(self._name, historic, self._takes_arguments)
+        scaler = None
+        if historic:
+            scaler = historic.pop("grad_scaler", None)
+            if any(value is not None for value in historic.values()):
+                _checks.step_arguments(self._name, historic, self._takes_arguments)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step(scaler)
+        return loss
+
+    def _step(self, scaler: Any) -> None:
         given: ScaledStep | None = vars(self).pop("_scaled_step", None)
         if given is not None:  # by amp, which calls step() so that hooks and subclasses run
             self.step_scaled(given.factor, given.noop, copies=given.copies, grads=given.grads)
-            return loss
+            return
         grad_scale = getattr(self, "grad_scale", None)
         noop = getattr(self, "found_inf", None)
-        if not isinstance(noop, torch.Tensor):
+        if noop is not None and not isinstance(noop, torch.Tensor):
             noop = None  # GradScaler's sum over the devices of no gradients: the integer 0
         if scaler is not None and scaler.is_enabled():
             noop = self._found_inf(scaler)
             unscaled = scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED
             grad_scale = None if unscaled else scaler._get_scale_async()
-        factor: Scalar = 1.0 if grad_scale is None else grad_scale.reciprocal().float()
-        self.step_scaled(factor, noop, write_grads=grad_scale is not None)
-        return loss
+        if grad_scale is None:
+            self.step_scaled(1.0, noop)
+        else:
+            self.step_scaled(grad_scale.reciprocal().float(), noop, write_grads=True)
 
     def _found_inf(self, scaler: Any) -> torch.Tensor | None:
         found = list(scaler._check_inf_per_device(self).values())
@@ -321,15 +333,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         return sum((x.to(first.device, non_blocking=True) for x in found[1:]), start=first)
 
     @_runtime.not_compiled
-    @torch.no_grad()
     def step_scaled(
         self,
         factor: Scalar = 1.0,
         noop: torch.Tensor | None = None,
         *,
         write_grads: bool = False,
-        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        copies: Given = None,
+        grads: Given = None,
     ) -> None:
         """Take one step on gradients that are still scaled.
 
@@ -343,13 +354,50 @@ class FusedOptimizer(torch.optim.Optimizer):
             grads: Gradients instead of ``param.grad``, by parameter.
         """
         vars(self).pop("_scaled_step", None)  # where Dynamo traces _step, its pop is lost
-        factor, noop, is_skipped = _read(factor, noop)
+        self._take_step(factor, noop, write_grads, copies, grads)
+
+    def _take_step(
+        self, factor: Scalar, noop: torch.Tensor | None, write: bool, copies: Given, grads: Given
+    ) -> None:
+        """Take one step; subclasses that override it are not asked for the compiler once more."""
+        for group in self.param_groups:
+            if not self.defaults.keys() <= group.keys():
+                _checks.complete(self)
+        is_skipped = False
+        if noop is not None or type(factor) is not float:
+            factor, noop, is_skipped = _read(factor, noop)
         if is_skipped:
             return
-        kept = [self._slots_of(group) for group in self.param_groups]
-        # Nothing is made yet. Where all is uniform, gradients are known to be dense and real.
-        found = collected(self, kept, noop, copies, grads)
+        kept = [*map(self._slots_of, self.param_groups)]
+        active = [*map(with_grads, self.param_groups, repeat(grads))]
+        known = None
+        if self._uniform is not None and not copies and (grads is None or are_flat(active)):
+            known = recalled(self, kept, noop, active)
+            can_repeat = self._elementwise is not None and noop is None and not write
+            if known is not None and can_repeat and repeated(self, known, factor):
+                return
+        with torch.no_grad():
+            # Nothing is made yet.
+            found = (
+                collected(self, kept, noop, copies, active)
+                if known is None
+                else as_collected(self, known)
+            )
+            self._step_found(found, kept, factor, noop, write_grads=write, copies=copies)
+
+    def _step_found(
+        self,
+        found: Collected,
+        kept: Sequence[tuple[str, ...]],
+        factor: Scalar,
+        noop: torch.Tensor | None,
+        *,
+        write_grads: bool,
+        copies: Given,
+    ) -> None:
+        """Check what a step has found, make the state that is missing, and update."""
         active, every, gradients, together, lists = found
+        # Where all is uniform, gradients are known to be dense and real.
         if lists is None and not are_real_and_strided([gradients]):
             _checks.gradients(self._name, gradients)
         if self.storage != "plain":  # all checks before anything changes
@@ -549,20 +597,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _numbers_of(self, group: Mapping[str, Any], device: torch.device, kind: Any = None) -> Any:
         """The numbers of a step: of the group, else attributes of the optimizer."""
-        kind = kind or self._numbers
+        kind, shared = kind or self._numbers, self.defaults
         beta1, beta2 = group.get("betas", (0.0, 0.0))
         found = {"step": group.get("step"), "beta1": beta1, "beta2": beta2}
         for key in ("lr", "weight_decay"):
             value = group[key]
-            is_tensor = isinstance(value, torch.Tensor)
-            found[key] = scalar(value, device) if is_tensor else float(value)
-        numbers = [
-            found[name]
-            if name in found
-            else (group[name] if name in self.defaults else getattr(self, name))
-            for name in kind.__match_args__
-        ]
-        return kind(*numbers)
+            found[key] = float(value) if type(value) in (float, int) else scalar(value, device)
+        for name in kind.__match_args__:
+            if name not in found:
+                found[name] = group[name] if name in shared else getattr(self, name)
+        return kind(*map(found.get, kind.__match_args__))
 
     def _counted_groups(self) -> Sequence[dict[str, Any]]:
         """The groups that have a "step"."""

@@ -95,8 +95,9 @@ def _meant(key: str, known: Collection[str]) -> str | None:
 
 def complete(optimizer: Any) -> None:
     """Raise ``KeyError`` if a group lacks one of its numbers."""
+    wanted = optimizer.defaults.keys()
     for number, group in enumerate(optimizer.param_groups):
-        for key in optimizer.defaults.keys() - group.keys():
+        for key in wanted - group.keys() - {"differentiable"}:  # which torch adds in loading
             raise KeyError(
                 f"{optimizer._name}: group {number} has no {key!r} any more. Put it back; its "
                 f"default is {optimizer.defaults[key]!r}."

@@ -8,7 +8,7 @@ uniform it carries what is known of it, see :class:`apex.ops.lists.tensor_lists.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.placements import placed
 from apex.ops.lists.quantized import Quantized
-from apex.ops.lists.storage import STORAGES
+from apex.ops.lists.storage import PLAIN, STORAGES, stores_of
 from apex.ops.lists.tensor_lists import (
     OWN_MEMORY,
     TensorColumn,
@@ -183,7 +183,7 @@ def collected(
     kept: Sequence[tuple[str, ...]],
     noop: torch.Tensor | None,
     copies: Mapping[torch.Tensor, torch.Tensor] | None,
-    grads: Mapping[torch.Tensor, torch.Tensor] | None,
+    active: list[GroupGrads],
 ) -> Collected:
     """Find gradients, weights and state of a step; nothing is made.
 
@@ -192,19 +192,11 @@ def collected(
         kept: The slots of each group.
         noop: Whether the step is skipped, if only a device knows that.
         copies: 16-bit weights that get the new values, by parameter.
-        grads: Gradients instead of ``param.grad``, by parameter.
+        active: The groups with the gradients of all their parameters, see :func:`with_grads`.
     """
-    active = [with_grads(group, grads) for group in optimizer.param_groups]
-    if len(active) == 1:
-        (_, every, gradients), *_ = active
-    else:
-        every = concatenated([one.params for one in active])
-        gradients = concatenated([one.grads for one in active])
+    every = concatenated([one.params for one in active])
+    gradients: Sequence[Any] = concatenated([one.grads for one in active])
     numbers = optimizer.defaults if optimizer._joins_groups else None
-    if optimizer._uniform is not None and not copies and (grads is None or _flat(gradients)):
-        found = _recalled(optimizer, kept, joined(active, numbers, noop), active, every, gradients)
-        if found is not None:
-            return found
     types = {*map(type, chain(every, gradients))}
     if type(None) in types:
         active = [*map(without_missing, active)]
@@ -220,53 +212,83 @@ def collected(
     return found._replace(lists=lists_of(optimizer, found, kept, copies, makes=False))
 
 
-def _flat(gradients: Sequence[torch.Tensor]) -> bool:
+def are_flat(active: Sequence[GroupGrads]) -> bool:
     """Whether no gradient is missing, a wrapper or nested: torch's guards end the process on one.
 
     Of a parameter's own gradient torch takes care.
     """
+    gradients = concatenated([one.grads for one in active])
     return OWN_MEMORY.issuperset(map(type, gradients)) and not any(map(_IS_NESTED, gradients))
 
 
-def _recalled(
+class Recalled(NamedTuple):
+    """What a step has found where all metadata is that of an earlier uniform step.
+
+    Attributes:
+        active: The groups with their gradients.
+        together: The groups, joined where their numbers are equal.
+        sizes: How many parameters each list of them has.
+        every: All parameters.
+        flat: Gradients, weights and slots, one column after the other.
+    """
+
+    active: list[GroupGrads]
+    together: list[list[GroupGrads]]
+    sizes: list[int]
+    every: list[torch.Tensor]
+    flat: tuple[torch.Tensor, ...]
+
+
+def recalled(
     optimizer: Any,
     kept: Sequence[tuple[str, ...]],
-    together: list[list[GroupGrads]],
+    noop: torch.Tensor | None,
     active: list[GroupGrads],
-    every: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-) -> Collected | None:
-    """What a step has found if all metadata is that of an earlier uniform step, see `_remember`.
+) -> Recalled | None:
+    """Find a step's lists if all metadata is that of an earlier uniform step, see `_remember`.
 
     Nothing else is looked at then: types and shapes are compared with those that were checked. Of
     the state all entries are found anew.
     """
     last: Uniform = optimizer._uniform
     state, slots, count = optimizer.state, last.slots, len(last.numels)
-    if {*kept} != {slots} or not len(every) == len(state) == count:
+    if len(active) == 1:
+        together, ((_, every, gradients),) = [active], active
+    else:
+        together = joined(active, optimizer.defaults if optimizer._joins_groups else None, noop)
+        if not all(map(is_, chain.from_iterable(together), active)):
+            return None  # joined in another order
+        every = concatenated([one.params for one in active])
+        gradients = concatenated([one.grads for one in active])
+    if kept.count(slots) != len(kept) or not len(every) == len(state) == count:
         return None
-    if not all(map(is_, state, every)) or {*map(len, state.values())} != {len(slots)}:
+    if not all(map(is_, state, every)) or (not slots and any(state.values())):
         return None
-    if len(active) > 1 and not all(map(is_, chain.from_iterable(together), active)):
-        return None  # joined in another order
-    try:
-        columns = [gradients, every, *_slot_columns(optimizer, [*state.values()], slots)]
+    states, size = state.values(), len(slots)
+    try:  # a state that has more than these slots, such as a master, is left out
+        kept_there = [one[slot] for slot in slots for one in states if len(one) == size]
     except KeyError:
         return None
-    if not last.guards.check(*chain.from_iterable(columns)):
+    flat = (*gradients, *every, *kept_there)
+    # The guards take a tuple as it is, of one length.
+    if len(flat) != count * (2 + size) or not last.guards.check(*flat):
         return None
-    addresses = tuple(map(torch.Tensor.data_ptr, chain.from_iterable(columns)))
+    addresses = tuple(map(torch.Tensor.data_ptr, flat))
     if addresses != last.together:
-        last.together = addresses
-        last.addresses = [addresses[n : n + count] for n in range(0, len(addresses), count)]
-    known = [*map(TensorColumn, columns)]
-    for column, its in zip(known, last.addresses, strict=True):
-        column.is_uniform, column._addresses, column.known_numels = True, its, last.numels
-    for column, slot in zip(known[2:], slots, strict=True):
-        if slot in optimizer.slot_shapes:
-            column.known_numels = None
+        last.moved(addresses)
     sizes = [count] if len(together) == 1 else [*map(_size, together)]
-    return Collected(active, every, known[0], together, [(every, known, None, True, sizes)])
+    return Recalled(active, together, sizes, every, flat)
+
+
+def as_collected(optimizer: Any, found: Recalled) -> Collected:
+    """The same with columns that carry what is known of them."""
+    last, every, flat = optimizer._uniform, found.every, found.flat
+    known = [TensorColumn(flat[n : n + len(every)]) for n in range(0, len(flat), len(every))]
+    for column, its, slot in zip(known, last.addresses, ("", "", *last.slots), strict=True):
+        column.is_uniform, column._addresses = True, its
+        column.known_numels = None if slot in optimizer.slot_shapes else last.numels
+    lists: Any = [(every, known, None, True, found.sizes)]
+    return Collected(found.active, every, known[0], found.together, lists)
 
 
 def _size(groups: Sequence[GroupGrads]) -> int:
@@ -283,14 +305,42 @@ class Uniform:
         slots: Of the parameters.
         guards: Of gradients, weights and slots, which hold as long as the metadata are the same.
         numels: Elements of each weight.
+        how: What an elementwise update writes and how it is stored, and dtypes of the columns.
         together: All addresses of the last step.
         addresses: These by column.
+        pieces: Sizes and addresses of launches, by how many parameters each has.
+        numbers: What numbers of a launch came from, and these, by the number of the launch.
     """
 
-    def __init__(self, slots: tuple[str, ...], guards: Any, numels: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        slots: tuple[str, ...],
+        columns: Sequence[TensorList],
+        guards: Any,
+        numels: tuple[int, ...],
+    ) -> None:
         self.slots, self.guards, self.numels = slots, guards, numels
+        dtypes = tuple([column[0].dtype for column in columns])
+        self.how = stores_of(len(slots)), PLAIN.codec(), dtypes
         self.together: tuple[int, ...] = ()
         self.addresses: list[tuple[int, ...]] = []
+        self.pieces: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
+        self.numbers: dict[int, tuple[Any, Any]] = {}
+
+    def moved(self, addresses: tuple[int, ...]) -> None:
+        """Note where the tensors are now."""
+        count = len(self.numels)
+        self.together, self.pieces = addresses, {}
+        self.addresses = [addresses[n : n + count] for n in range(0, len(addresses), count)]
+
+    def pieces_of(self, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Of launches of so many parameters each, the sizes of these, and addresses by column."""
+        key = tuple(sizes)
+        if key not in self.pieces:
+            ends = [*accumulate(sizes)]
+            both = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+            self.pieces[key] = [(self.numels[x], [a[x] for a in self.addresses]) for x in both]
+        return self.pieces[key]
 
 
 def _remember(optimizer: Any, slots: tuple[str, ...], columns: Sequence[TensorList]) -> None:
@@ -308,7 +358,7 @@ def _remember(optimizer: Any, slots: tuple[str, ...], columns: Sequence[TensorLi
         return
     shapes = [optimizer.slot_shapes[slot] for slot in slots if slot in optimizer.slot_shapes]
     entry = vars(uniform_numels)["entry"](columns, *shapes)
-    optimizer._uniform = None if entry is None else Uniform(slots, *entry)
+    optimizer._uniform = None if entry is None else Uniform(slots, columns, *entry)
 
 
 def with_own(
@@ -429,13 +479,15 @@ def _states(
 
 
 def _slot_columns(
-    optimizer: Any, states: Sequence[dict[str, Any]], kept: tuple[str, ...]
+    optimizer: Any, states: Collection[dict[str, Any]], kept: tuple[str, ...]
 ) -> list[list[torch.Tensor]]:
     """The slots of states as columns; ``KeyError`` if one has none."""
     if optimizer._state_form == "8bit":
         return [[*map(eight_bit.stored_as(slot), states)] for slot in kept]
-    if len(kept) < 2:
-        return [[*map(itemgetter(slot), states)] for slot in kept]
+    if len(kept) == 1:
+        return [[*map(itemgetter(*kept), states)]]
+    if not kept:
+        return []
     return [*map(list, zip(*map(itemgetter(*kept), states), strict=True))] or [[] for _ in kept]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops.lists.stages import Kind
-from apex.ops.lists.tensor_lists import OWN_MEMORY, Scalar, as_vector, grouped, local_parts
+from apex.ops.lists.tensor_lists import OWN_MEMORY, as_vector, grouped, local_parts
 from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_stages
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import saved_states
@@ -158,15 +158,12 @@ class FusedNovoGrad(FusedOptimizer):
         every = [param for group in self.param_groups for param in group["params"]]
         self._join_norms(param for param in every if "norm" in self.state.get(param, {}))
 
-    def step_scaled(
-        self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
-    ) -> None:
-        """Take one step, see the base."""
+    def _take_step(self, *arguments: Any) -> None:
         if self._partition is not None:  # loading, it puts what has no dimensions on the CPU
             for param, state in self.state.items():
                 if "norm" in state:
                     state["norm"] = state["norm"].to(param.device)
-        super().step_scaled(factor, noop, **options)
+        super()._take_step(*arguments)
         place = self._uniform and self._uniform.addresses and self._uniform.addresses[-1]
         if self._shown and place and place is self._shown_at:  # norms are where they were
             seen = self._in_groups()

@@ -12,10 +12,11 @@ from torch.optim.optimizer import required
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops import _runtime
+from apex.ops.lists.multi_tensor import Update
 from apex.ops.lists.quantized import NEGATIVE_ZERO
 from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_lists import Scalar
-from apex.ops.updates.sgd import SGD, sgd_
+from apex.ops.updates.sgd import MOMENTUM, PLAIN, SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
 from apex.optimizers._launches import Launch
@@ -151,19 +152,19 @@ class FusedSGD(FusedOptimizer):
     def _is_fresh(self, param: torch.Tensor) -> bool:
         return "momentum_buffer" not in self.state.get(param, {})
 
-    @_runtime.not_compiled  # torch 2.9: Dynamo fails on what is assigned to an optimizer
-    def step_scaled(
-        self, factor: Scalar = 1.0, noop: torch.Tensor | None = None, **options: Any
-    ) -> None:
-        """Take one step, see the base; gradients are divided by ``most_recent_scale`` too."""
+    def _take_step(self, factor: Scalar, *options: Any) -> None:
         scale = self.most_recent_scale
-        if isinstance(scale, torch.Tensor):
+        if type(scale) is not float and isinstance(scale, torch.Tensor):
             factor = scale.reciprocal().float() * factor
         elif scale != 1.0:
             factor = factor / scale
-        super().step_scaled(factor, noop, **options)
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
+        super()._take_step(factor, *options)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
+
+    def _elementwise(self, group: Mapping[str, Any]) -> Update | None:
+        if not group["momentum"]:
+            return PLAIN
+        return None if group["dampening"] else MOMENTUM
 
     def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> None:
         numbers = self._numbers_of(group, launch.device)

@@ -17,6 +17,7 @@ from apex.amp.casting.containers import Walker, applier
 from tests.amp.levels import cast
 
 HALF = torch.float16
+HALVES = {"O2": HALF, "O5": torch.bfloat16}
 
 
 class Echo(nn.Linear):
@@ -321,6 +322,28 @@ def test_an_object_that_is_cast_in_place():
     value = InPlace(wide())
     assert applier(value, lambda one: one.to(HALF)) is value
     assert value.x.dtype == HALF
+
+
+class Padded:
+    """As detectors write it: ``to`` was made for devices, and does not look at types."""
+
+    def __init__(self, x, mask, ids):
+        self.x, self.mask, self.others = x, mask, [ids]
+
+    def to(self, where):
+        return Padded(self.x.to(where), self.mask.to(where), self.others[0].type(where))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_to_of_an_object_leaves_masks_indices_and_complex_tensors_alone(level):
+    mask, ids = torch.tensor([True, False]), torch.tensor([4099, 1])
+    model = cast(level, Echo())
+    for index in (ids, ids * 1j):
+        model(Padded(wide().double(), mask, index))
+        batch = model.seen[0][0]
+        assert batch.x.dtype == HALVES.get(level, torch.float32)
+        assert batch.mask is mask
+        assert batch.others[0] is index
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, TypeError])

@@ -22,16 +22,34 @@ class OwnCall(nn.Sequential):
         return self.forward(x)
 
 
-@pytest.mark.parametrize("call", [lambda m, x: m.forward(x), lambda m, x: m[0](x)])
+class Parts(nn.Sequential):
+    def encode(self, x):
+        return self[0](x)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda m, x: m.forward(x), lambda m, x: m[0](x), lambda m, x: m.encode(x)]
+)
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_forward_by_name_is_refused_until_the_first_call(level, call):
-    x, made = torch.ones(2, 4), start(level)
+    x, made = torch.ones(2, 4), start(level, Parts)
     for model in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), made):
-        with pytest.raises(RuntimeError, match=r"model\.forward\(x\).*Call model\(x\)"):
+        match = r"model\.forward\(x\).*model\.encode\(x\).*Call model\(x\).*\[model\.encoder, "
+        with pytest.raises(RuntimeError, match=match):
             call(model, x)
         y = model(x)
         assert not any(layer._forward_pre_hooks for layer in model)
         assert torch.equal(model.forward(x.to(model[0].weight.dtype)).float(), y)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parts_that_are_initialised_instead_can_be_called(level):
+    """What the error advises for programs that call ``model.encode(x)``."""
+    model = Parts(nn.Linear(4, 8), nn.Linear(8, 2))
+    _, optimizer = started(level, list(model), sgd(model.parameters()))
+    scaled_backward(model.encode(torch.ones(2, 4)).float().sum(), optimizer)
+    optimizer.step()
+    assert model(torch.ones(2, 4)).shape == (2, 2)
 
 
 @pytest.mark.parametrize("level", LEVELS)

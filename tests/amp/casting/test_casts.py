@@ -337,6 +337,22 @@ def test_checkpoint_recomputes_at_the_models_level(level, recompute, ambient):
     assert_same(train(recompute), train(None))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_activations_that_wait_on_the_cpu_keep_their_type(level):
+    """``Tensor.cpu``, which O1 casts to float32, is what ``save_on_cpu`` calls."""
+
+    def train(saved):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model, optimizer = start(level, net, loss_scale=128.0)
+        with saved:
+            y = model(torch.randn(3, 6)).cpu()
+            scaled_backward(y.float().square().sum(), optimizer)
+        return [y, *[p.grad for p in model.parameters()]]
+
+    assert_same(train(torch.autograd.graph.save_on_cpu()), train(contextlib.nullcontext()))
+
+
 class Nested(nn.Module):
     """Recomputes, in a recomputation, a function that the first training has registered."""
 

@@ -74,6 +74,39 @@ def test_a_training_is_torchs(name):
     assert our_bytes == their_bytes
 
 
+class Classifier(nn.Module):
+    """The encoder as a part: it has no hooks, so torch takes its fast path in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = transformer()[0]
+
+    def forward(self, x, padding=None):
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_padded_batch_is_evaluated_by_a_transformer_encoder(level):
+    """torch's own autocast fails on a CPU: a nested tensor of bfloat16 meets float32 norms."""
+    model, x = Classifier().eval(), transformer()[1]
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
+    cast(level, model)
+    with torch.no_grad():
+        other = torch.where(padding[..., None], 9.0, x)
+        alone, padded, same = model(x), model(x, padding), model(other, padding)
+    assert padded.dtype == alone.dtype
+    assert torch.equal(padded[~padding], same[~padding])
+    assert not torch.equal(padded[1, :3], alone[1, :3])
+
+
+def test_an_unpadded_batch_is_evaluated_as_torch_does_it():
+    model, x = Classifier().eval(), transformer()[1]
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs = model(x)
+        assert torch.equal(cast("O4", model)(x), theirs)
+
+
 def test_an_lstm_trains_on_every_cpu():
     model, x = recurrent()
     out = cast("O4", model)(x)

@@ -225,7 +225,10 @@ DYNAMIC = [case for case in CASES if case[1] == "dynamic"]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 dynamic = pytest.mark.parametrize("case", DYNAMIC, ids=str)
 kinds = pytest.mark.parametrize("kind", OWNED)
-pytestmark = pytest.mark.filterwarnings("ignore:amp. gradients of 16-bit")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:amp. gradients of 16-bit"),
+    pytest.mark.filterwarnings("ignore:amp. amp.master_params was called inside"),
+]
 
 
 def sgd(params):

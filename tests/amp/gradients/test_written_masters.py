@@ -9,6 +9,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex import amp
 from apex.amp.gradients import parameters
+from apex.amp.gradients.masters import table
 from tests.amp.levels import MODEL
 from tests.amp.training import MASTERED, scaled_backward, started
 
@@ -89,6 +90,70 @@ def test_weights_that_were_given_other_memory_are_taken_over(level):
     step(model, optimizer)
     assert output(model) == 2.0
     assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), 0.5))
+
+
+def put(model, weight):
+    model.weight.data = weight
+
+
+def copied(model, weight):
+    with torch.no_grad():
+        model.weight.copy_(weight)
+
+
+def evaluate(model, optimizer):
+    output(model)
+
+
+def save(model, optimizer):
+    model.state_dict()
+
+
+def attack(model, optimizer):
+    scaled_backward(model(torch.zeros(1, 4)).sum(), optimizer)
+
+
+@pytest.mark.parametrize("write", [put, copied])
+@pytest.mark.parametrize("between", [evaluate, save, attack])
+@mastered
+def test_a_weight_that_is_put_back_has_its_master_again(level, between, write):
+    """An average for an evaluation or a file, an adversarial attack between two backwards."""
+    model, optimizer = start(level)
+    scaled_backward(model(torch.ones(1, 4)).sum(), optimizer)
+    own = model.weight.data.clone()
+    write(model, own + 0.1)
+    between(model, optimizer)
+    between(model, optimizer)
+    assert not torch.equal(model.state_dict()["weight"], torch.full((1, 4), VALUE))
+    write(model, own)
+    optimizer.step()
+    assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), VALUE))
+    assert not table.with_before
+
+
+@mastered
+def test_a_weight_that_is_put_back_before_a_training_forward_costs_no_memory_in_it(level):
+    model, optimizer = start(level)
+    own = model.weight.data
+    put(model, own + 0.1)
+    evaluate(model, optimizer)
+    assert table.get(model.weight).before is not None
+    put(model, own)
+    optimizer.zero_grad()
+    model(torch.ones(1, 4))
+    assert table.get(model.weight).before is None
+    assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), VALUE))
+
+
+def test_what_a_weight_had_before_is_forgotten_by_a_step():
+    model, optimizer = start("O2")
+    own = model.weight.data.clone()
+    put(model, own + 0.1)
+    evaluate(model, optimizer)
+    step(model, optimizer)
+    put(model, own)
+    step(model, optimizer)
+    assert torch.equal(model.state_dict()["weight"], own.float())
 
 
 @mastered

@@ -31,7 +31,7 @@ TABLE = {  # what there is, and how often at each level
     "optimizer: attributes added": (3, 3, 4),
     "optimizer: group entries replaced by masters": (0, 0, 20),
     "thread: device types with autocast switched on": (0, 1, 0),
-    "process: kernels under torch's AutocastCPU key": (0, 107, 0),
+    "process: kernels under torch's AutocastCPU key": (0, 108, 0),
     "process: functions wrapped": (0, 11, 7),
     "process: attributes set on _amp_state": (4, 5, 4),
 }

@@ -99,6 +99,23 @@ def test_a_product_beyond_float16_is_finite_where_it_is_named():
     torch.testing.assert_close(model(x).float(), exact, rtol=POLICY_AT_O1, atol=POLICY_AT_O1)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_traced_model_follows_it_where_autocast_is_off(level):
+    """TorchScript casts every product once more where autocast is on, as it is after O1 and O4.
+
+    The casts of the level are in the graph; those of a named module's products it lacks.
+    """
+    model, _ = made(level, Net(), policy(LEVELS[level], b="float32"))
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    exact = model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated
+        traced, other = (torch.jit.trace(model, x, check_trace=False) for _ in "12")
+    with torch.autocast("cpu", enabled=False):
+        assert torch.equal(traced(x), exact)
+    assert torch.equal(other(x), exact) == (level in ("O2", "O5"))
+
+
 @pytest.mark.slow
 def test_a_compiled_model_follows_it():
     torch._dynamo.reset()
@@ -272,3 +289,46 @@ def test_a_module_of_two_models_cannot_be_named(name, outer_first, is_outers):
     with pytest.raises(ValueError, match=match):
         amp.initialize([*models], opt_level="O2", policy=[*policies], verbosity=0)
     assert {p.dtype for p in outer.parameters()} == {torch.float32}
+
+
+class Around(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.own(self.shared(x))
+
+
+@pytest.mark.parametrize("named", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("levels", [("O5", "O5"), ("O4", "O5"), ("O4", "O4")])
+def test_a_module_that_two_calls_share_cannot_be_named(levels, named):
+    """The second call cast what the first kept, and a forward failed; at O4 both kept it."""
+    shared = nn.Sequential(nn.Linear(8, 8))
+    models = [Around(shared), Around(shared)]
+    given = [policy(torch.bfloat16, **({"shared": "float32"} if one else {})) for one in named]
+    amp.initialize(models[0], opt_level=levels[0], policy=given[0], verbosity=0)
+    before = {name: p.dtype for name, p in models[0].named_parameters()}
+    match = "names 'shared' of the Around, and the Around of an earlier amp.initialize shares it"
+    with pytest.raises(ValueError, match=match):
+        amp.initialize(models[1], opt_level=levels[1], policy=given[1], verbosity=0)
+    assert {name: p.dtype for name, p in models[0].named_parameters()} == before
+    assert {p.dtype for p in models[1].own.parameters()} == {torch.float32}
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    assert torch.isfinite(models[0](x)).all()
+    amp.reset()
+    amp.initialize(models[1], opt_level=levels[1], policy=given[1], verbosity=0)
+    assert torch.isfinite(models[1](x)).all()
+
+
+def test_a_shared_module_that_nobody_names_and_a_model_that_is_initialized_again():
+    shared = nn.Linear(8, 8)
+    models = [Around(shared), Around(shared)]
+    amp.initialize(models[0], opt_level="O4", policy=policy(torch.bfloat16, own="float32"))
+    amp.initialize(models[1], opt_level="O4", policy=policy(torch.bfloat16, own="float32"))
+    x = torch.randn(2, 8, device="cpu", dtype=torch.float32)
+    assert [products(one, x) for one in models] == [
+        {"shared": torch.bfloat16, "own": torch.float32}
+    ] * 2
+    amp.initialize(models[0], opt_level="O4", policy=policy(torch.bfloat16), verbosity=0)
+    assert products(models[0], x) == {"shared": torch.bfloat16, "own": torch.bfloat16}

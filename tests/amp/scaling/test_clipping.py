@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -153,8 +154,26 @@ def test_clipping_inside_the_block_meets_scaled_gradients():
     model, optimizer = row("O1", loss_scale=128.0)
     with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
         scaled.backward()
-        by_value(optimizer, 64.0)
+        with pytest.warns(UserWarning, match="inside the scale_loss block.*after the block"):
+            by_value(optimizer, 64.0)
     assert same(grads_of(optimizer), [torch.full((1, 2), 0.5)])
+
+
+@pytest.mark.parametrize(("level", "count"), [("O0", 0), ("O1", 1), ("O2", 1), ("O4", 0)])
+def test_reading_scaled_gradients_warns_once(level, count):
+    model, optimizer = started(level, optimizer=sgd)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches(2):
+            loss = F.cross_entropy(model(batch[0]).float(), batch[1])
+            with amp.scale_loss(loss, optimizer) as scaled:
+                list(amp.master_params(optimizer))  # there is nothing to read yet
+                scaled.backward()
+                list(amp.master_params(optimizer))
+            list(amp.master_params(optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(caught) == count
 
 
 @pytest.mark.parametrize("clip", [amp.clip_grad_norm_, amp.clip_grad_value_])

@@ -53,9 +53,12 @@ def test_training_is_that_of_torchs_adamw(precision, dtype):
     assert isinstance(ours[2], FusedAdam)
     assert type(ours[2].optimizer) is FusedAdam
     found = train(*ours), ours[1].state_dict()
-    torch.testing.assert_close(found, (train(*torchs), torchs[1].state_dict()))
+    wanted = train(*torchs), torchs[1].state_dict()
+    # They are float32 numbers: of floats torch.testing would expect 1e-7.
+    (losses, norms), (others, other_norms) = found[0], wanted[0]
+    torch.testing.assert_close(torch.tensor([losses, norms]), torch.tensor([others, other_norms]))
+    torch.testing.assert_close(found[1], wanted[1])
     assert ours[3] == {dtype}
-    (losses, norms), _ = found
     assert min(norms) > CLIP
     assert losses[-1] < 0.7 * losses[0]
 

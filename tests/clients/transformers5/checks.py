@@ -14,9 +14,12 @@ import apex
 from apex import _fused_layers, amp
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam
-from tests.test_hub import *  # noqa: F403
+from tests.checkpoints import assert_equal
+from tests.clients.documented import callback
 from tests.test_patch import *  # noqa: F403
 from tests.test_patch import made, tokens
+
+STEPS = 10
 
 
 def with_lora(model):
@@ -55,37 +58,76 @@ def test_lora_of_peft(first):
     torch.testing.assert_close(loss_of(model), loss_of(plain))
 
 
-class Norms(TrainerCallback):
+class Seen(TrainerCallback):
+    """Notes classes of optimizers and scalers, and the loss scale after each step."""
+
     def __init__(self):
-        self.optimizers = set()
+        self.classes, self.scales = set(), []
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-        self.optimizers.add(type(getattr(optimizer, "optimizer", optimizer)))
+        scaler = optimizer.scaler
+        self.classes.add((type(optimizer.optimizer), type(scaler)))
+        self.scales.append(scaler and scaler.get_scale())
+
+
+def trained(folder, optimizer_class, patched=False, scaler=None, ours=False, resume=None):
+    """Train a small Llama; return losses, weights and what was seen.
+
+    With a ``scaler`` in float16, as accelerate does it on a GPU; ``ours`` is the documented
+    callback, which replaces it.
+    """
+    model, seen = made("Llama"), Seen()
+    if patched:
+        apex.patch(model)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            str(folder), max_steps=STEPS, logging_steps=1, per_device_train_batch_size=3,
+            use_cpu=True, report_to="none", disable_tqdm=True, save_steps=STEPS // 2, seed=1,
+            save_only_model=False, dataloader_pin_memory=False, fp16=scaler is not None,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens()],
+        optimizers=(optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.01), None),
+        callbacks=[seen],
+    )  # fmt: skip
+    if scaler is not None:
+        assert trainer.accelerator.scaler is None
+        trainer.accelerator.native_amp, trainer.accelerator.scaler = True, scaler
+    if ours:
+        trainer.add_callback(callback("transformers", "recipes.md", "Scale")(trainer))
+    products = set()
+    model.lm_head.register_forward_hook(lambda *of: products.add(of[-1].dtype))
+    trainer.train(resume_from_checkpoint=resume)
+    assert products == {torch.float32 if scaler is None else torch.float16}
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses, [p.detach().clone() for p in model.parameters()], seen
 
 
 def test_trainer_with_fused_adam_and_a_patched_model(tmp_path):
-    losses = []
-    for patched in (False, True):
-        model, seen = made("Llama"), Norms()
-        kind = FusedAdam if patched else torch.optim.AdamW
-        if patched:
-            apex.patch(model)
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(
-                str(tmp_path), max_steps=6, logging_steps=1, per_device_train_batch_size=3,
-                use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", seed=1,
-                dataloader_pin_memory=False,
-            ),
-            train_dataset=[{"input_ids": row, "labels": row} for row in tokens()],
-            optimizers=(kind(model.parameters(), lr=1e-2, weight_decay=0.01), None),
-            callbacks=[seen],
-        )  # fmt: skip
-        trainer.train()
-        assert seen.optimizers == {kind}
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-    assert losses[1][-1] < 0.8 * losses[1][0]
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-3, atol=0)
+    wanted, _, seen = trained(tmp_path, torch.optim.AdamW)
+    assert seen.classes == {(torch.optim.AdamW, type(None))}
+    losses, _, seen = trained(tmp_path, FusedAdam, patched=True)
+    assert seen.classes == {(FusedAdam, type(None))}
+    assert losses[-1] < 0.8 * losses[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
+
+
+def test_trainer_with_our_scaler_in_a_callback(tmp_path):
+    """Two steps overflow, and are skipped; then all is torch's scaler's, to the bit."""
+    scales = [2.0**38, 2.0**37]
+    wanted = trained(tmp_path, FusedAdam, scaler=torch.amp.GradScaler("cpu", 2.0**39))
+    found = trained(tmp_path, FusedAdam, scaler=torch.amp.GradScaler("cpu", 2.0**39), ours=True)
+    assert found[2].classes == {(FusedAdam, amp.GradScaler)}
+    assert wanted[2].classes == {(FusedAdam, torch.amp.GradScaler)}
+    assert found[2].scales[:2] == scales
+    assert found[2].scales == wanted[2].scales
+    assert_equal(found[:2], wanted[:2])
+    resumed = trained(
+        tmp_path, FusedAdam, scaler=torch.amp.GradScaler("cpu"), ours=True,
+        resume=str(tmp_path / f"checkpoint-{STEPS // 2}"),
+    )  # fmt: skip
+    assert resumed[2].scales == wanted[2].scales[STEPS // 2 :]
+    assert_equal(resumed[1], wanted[1])
 
 
 def test_classes_are_those_that_are_known():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apex.debug.what_if.formats import FORMATS, InFormat, Rounding, rounded
+from apex.debug.what_if.formats import FORMATS, InFormat, Rounding, largest, rounded, rounded_
 from tests.tolerance import EIGHT_BIT_FORMAT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -59,15 +59,29 @@ def test_operands_results_and_gradients_are_rounded_and_the_sum_is_in_float32():
     assert w.grad.tolist() == [[1 + 2**-7, 1 + 2**-7], [1.0, 1.0]]
 
 
-def test_the_loss_scale_keeps_small_gradients():
-    lost, kept = tensor([1.0]), tensor([1.0])
+def test_float16_loses_small_gradients_that_a_loss_scale_keeps():
     gradient = tensor([2.0**-30]).detach()
-    for x, scale in ((lost, 1.0), (kept, 2.0**16)):
-        with InFormat(Rounding(FORMATS["float16"], scale)):
+    for scale, left in ((1.0, 0.0), (2.0**16, 2.0**-14)):
+        x = tensor([1.0])
+        with InFormat(Rounding(FORMATS["float16"])):
             y = F.linear(x, tensor([[1.0]]))
-        y.backward(gradient)
-    assert lost.grad.tolist() == [0.0]
-    assert kept.grad.tolist() == [2.0**-30]
+        y.backward(gradient * scale)
+        assert x.grad.tolist() == [left]
+
+
+@pytest.mark.parametrize("of", [torch.Tensor.t, torch.Tensor.contiguous], ids=["view", "own"])
+def test_gradients_are_rounded_in_place_or_copied(of):
+    """A transposed gradient may be the memory of something else."""
+    x = of(tensor([[1.0, 1 + 2**-9], [math.inf, -0.0]]).detach())
+    expected = rounded(x, torch.bfloat16)
+    assert rounded_(x, torch.bfloat16).equal(expected)
+
+
+def test_the_largest_magnitude():
+    assert largest(tensor([1.0, -3.0])) == 3.0
+    assert largest(tensor([])) == 0.0
+    assert largest(tensor([math.inf, 1.0])) == math.inf
+    assert math.isnan(largest(tensor([1.0, math.nan, -math.inf])))
 
 
 def test_8_bits_have_a_scale_for_each_tensor():

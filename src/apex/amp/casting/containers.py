@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, MappingView, Sequence, Set
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _LEAVES = (
     *(str, bytes, bytearray, memoryview, range, int, float, complex, torch.nn.Module, type),
@@ -38,7 +39,7 @@ def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
     ``TypeError``, ``ValueError`` or ``RuntimeError``, the object counts as one without ``to``.
     Modules, strings, arrays, iterators and everything else come back untouched.
     """
-    return Walker(fn)(value)
+    return Walker(fn, is_traced=torch.compiler.is_compiling())(value)
 
 
 def with_items(value: Any, items: list[Any]) -> Any:
@@ -50,14 +51,43 @@ def with_items(value: Any, items: list[Any]) -> Any:
     return result
 
 
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    """What ``to(dtype)`` of a program's object gives, with its masks and indices as they were."""
+    with _FloatingOnly():
+        return value.to(dtype)
+
+
+_CONVERSIONS = (torch.Tensor.to, torch.Tensor.type)
+
+
+class _FloatingOnly(TorchFunctionMode):
+    """Has ``to(dtype)`` of a program's object leave its masks, indices and complex tensors alone.
+
+    Such a method passes what it gets on to all of its tensors, because programs call it with a
+    device. A mask in float16 has no ``~``, and token numbers above 2048 would be other ones.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _CONVERSIONS and not args[0].is_floating_point():
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 class Walker:
     """Applies ``fn`` as :func:`applier` does.
 
     For an object that it was given before, or has found in one, it returns what it returned then.
+
+    Attributes:
+        is_traced: Whether Dynamo traces the calls. It would take the id of an input for a constant,
+            and compile again for each new batch.
     """
 
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
+    def __init__(self, fn: Callable[[Any], Any], *, is_traced: bool = False) -> None:
         self._fn = fn
+        self.is_traced = is_traced
         # By id: an object, which keeps the id its own, and what comes out for it.
         self._done: dict[int, tuple[Any, Any]] = {}
 
@@ -66,12 +96,20 @@ class Walker:
         is_tensor = isinstance(value, torch.Tensor)
         if value is None or (not is_tensor and isinstance(value, _LEAVES)):
             return value
-        done = self._done.get(id(value))
+        key = self._number(value) if self.is_traced else id(value)
+        done = self._done.get(key)
         if done is None:
-            self._done[id(value)] = value, value  # for a container that holds itself
+            self._done[key] = value, value  # for a container that holds itself
             result = self._fn(value) if is_tensor else self._walk(value)
-            done = self._done[id(value)] = value, result
+            done = self._done[key] = value, result
         return done[1]
+
+    def _number(self, value: Any) -> int:
+        """The key of an object, found without its id."""
+        for number, (one, _) in self._done.items():
+            if one is value:
+                return number
+        return len(self._done)
 
     def _walk(self, value: Any) -> Any:
         kind = type(value)

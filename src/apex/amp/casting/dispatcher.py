@@ -99,6 +99,7 @@ def _register_all(library: torch.library.Library, dtype: torch.dtype) -> None:
         _register(library, _ONE_TYPE_ON_CPU, "AutocastCPU", _to_widest, HALF_TYPES)
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             _register(library, _LSTM, "AutocastCPU", _to_half, HALF_TYPES)
+        _register_unaligned(library)
         return
     for device in state.device_types():
         key = f"Autocast{device.upper()}"
@@ -161,6 +162,26 @@ def _casting(
 
     skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     return kernel
+
+
+def _register_unaligned(library: torch.library.Library) -> None:
+    """Have ``nn.TransformerEncoder`` make no nested tensor of a padded batch in evaluation.
+
+    torch makes none under autocast on a GPU. On a CPU it does, and then bfloat16 products meet
+    float32 norms, which is an error. It asks this function whether it can.
+    """
+    op, key = operator("_nested_tensor_from_mask_left_aligned"), torch._C.DispatchKey.AutocastCPU
+    if op is None or _has_kernel(op, key.name):
+        return
+    keys, below = torch._C.DispatchKeySet(key), torch._C._ExcludeDispatchKeyGuard
+
+    def kernel(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+        if state.current() is not None and torch.get_autocast_dtype("cpu") in HALF_TYPES:
+            return False
+        with below(keys):
+            return bool(op(tensor, mask))
+
+    library.impl(op.name(), kernel, key.name)  # type: ignore[no-untyped-call]
 
 
 def _refusing(op: Any, keys: Any) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch
 from apex import _precision_policy as policies
 from apex.amp import _speech
 from apex.amp.casting import state as casting
-from apex.amp.casting.containers import Walker
+from apex.amp.casting.containers import Walker, converted
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.state import Casts
 from apex.amp.policy import Properties
@@ -194,7 +194,7 @@ class EnterKept:
     def cast(self, value: Any) -> Any:
         """A floating tensor, or an object with ``to``, in what the module computes in."""
         if not isinstance(value, torch.Tensor):
-            return value.to(self.dtype)
+            return converted(value, self.dtype)
         return value.to(self.dtype) if value.dtype in _CAST else value
 
     def __call__(
@@ -203,7 +203,7 @@ class EnterKept:
         """Note the call, and return its arguments cast."""
         self.calls.missing.discard(self.name)
         if not self.switches or self.dtype == torch.float32:
-            walk = Walker(self.cast)
+            walk = Walker(self.cast, is_traced=torch.compiler.is_compiling())
             args = tuple([walk(value) for value in args])
             kwargs = {name: walk(value) for name, value in kwargs.items()}
         if self.switches:
@@ -222,14 +222,16 @@ class LeaveKept:
     def cast(self, value: Any) -> Any:
         """A floating tensor, or an object with ``to``, in what is around."""
         if not isinstance(value, torch.Tensor):
-            return value.to(self.around)
+            return converted(value, self.around)  # type: ignore[arg-type]  # not None, where this is called
         return value.to(self.around) if value.dtype in _CAST else value
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Return the output, cast."""
         if self.enter.switches:
             casting.end_forward(self.enter)
-        return output if self.around is None else Walker(self.cast)(output)
+        if self.around is None:
+            return output
+        return Walker(self.cast, is_traced=torch.compiler.is_compiling())(output)
 
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._precision_policy import named_modules
 from apex.amp.casting import kept as policies
 from apex.amp.casting import state as casting
-from apex.amp.casting.containers import Walker
+from apex.amp.casting.containers import Walker, converted
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.state import Casts
 from apex.amp.gradients.distributed import ForwardRecord
@@ -43,7 +44,7 @@ class _Caster:
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value.to(self.dtype)
+            return converted(value, self.dtype)
         if value.is_floating_point() and value.dtype not in self.kept:
             return value.to(self.dtype)
         return value
@@ -111,11 +112,14 @@ class _Guard(_Hook):
         if torch.compiler.is_compiling():
             return
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 for x in args):
+            name = self.level.model
             raise RuntimeError(
                 f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
-                f"its {self.level.model} was not called through nn.Module: model.forward(x), or a "
-                "__call__ of its own, bypasses the hooks that cast. Call model(x), and leave "
-                "__call__ to nn.Module; or pass inputs of the weights' dtype."
+                f"its {name} was not called as model(x). The casts are hooks of {name}, which "
+                "model.forward(x), another method (model.encode(x)), a __call__ of its own and a "
+                "call of one of its parts bypass. Call model(x), and leave __call__ to nn.Module; "
+                "or pass its parts to amp.initialize instead, as in [model.encoder, "
+                "model.decoder]; or pass inputs of the weights' dtype."
             )
 
 
@@ -129,12 +133,13 @@ class _Enter(_Hook):
         cast: Callable[[Any], Any] | None = level.inputs
         if cast is None and level.casts is not None:
             cast = functools.partial(_narrow_double, module)
+        is_traced = torch.compiler.is_compiling()
         if cast is not None:
-            walk = Walker(cast)
+            walk = Walker(cast, is_traced=is_traced)
             args = tuple([walk(value) for value in args])
             kwargs = {name: walk(value) for name, value in kwargs.items()}
         frame = None
-        if not torch.compiler.is_compiling():
+        if not is_traced:
             if level.has_16_bit_weights:
                 _check_still_16_bit(module)
             if level.is_guarded:
@@ -154,14 +159,14 @@ class _Leave(_Hook):
     """Forward hook, called in any case: switch function casts off, then cast the outputs."""
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        casting.end_forward(self.level)
+        is_traced = not casting.end_forward(self.level)
         calls = self.level.calls
         if calls is not None and output is not None:  # None: the forward has raised
             self.level.calls = None
             calls.check()
         if self.level.outputs is None:
             return output
-        return Walker(self.level.outputs)(output)
+        return Walker(self.level.outputs, is_traced=is_traced)(output)
 
 
 def _first_parameter(
@@ -314,6 +319,35 @@ def record_of(model: torch.nn.Module) -> ForwardRecord | None:
     """The record of the forwards of ``model``; ``None`` if it has no hooks of amp."""
     hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _Enter)]
     return hooks[0].level.forwards if hooks else None
+
+
+def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[policies.Kept]) -> None:
+    """Refuse that a policy names a module which models of two calls of ``initialize`` share.
+
+    Each call would cast its weights its own way. ``kept`` is what this call's policies name; models
+    that are initialized again lose what an earlier call did to them first.
+
+    Raises:
+        ValueError: Such a module is named, by this call or by the earlier one.
+    """
+    again = {id(one) for x in models if record_of(x) is not None for one in x.modules()}
+    elsewhere: dict[int, str] = {}
+    for other in list(prepared) if any(kept) else ():
+        if all(other is not model for model in models):
+            elsewhere |= {id(one): type(other).__name__ for one in other.modules()}
+    for model, own in zip(models, kept, strict=True):
+        for name, module in named_modules(model):
+            hooks = () if id(module) in again else module._forward_pre_hooks.values()
+            owners = [x.calls.model for x in hooks if isinstance(x, policies.EnterKept)]
+            if not owners and name in own:
+                owners = [elsewhere[id(x)] for x in module.modules() if id(x) in elsewhere]
+            if owners:
+                raise ValueError(
+                    f"amp.initialize: a policy names {(name or type(model).__name__)!r} of the "
+                    f"{type(model).__name__}, and the {owners[0]} of an earlier amp.initialize "
+                    "shares it: two calls would cast its weights in two ways. Initialize one model "
+                    "that has both in it, or leave the module out of the policies."
+                )
 
 
 @torch.no_grad()

@@ -112,7 +112,8 @@ def casts_for(
     patch_matrix_exp()
     for module, name in _FLOAT_BY_WRAPPER:
         if _listed(module).get(name) == "float":
-            rules[_patch(module.MODULE, name)] = Rule("float", shipped=True)
+            wrap = _unless_saved if name == "cpu" else None
+            rules[_patch(module.MODULE, name, wrap)] = Rule("float", shipped=True)
     for module in _LISTS:
         for name, kind in _edits(module):
             rules[_patch(module.MODULE, name)] = Rule(kind)
@@ -281,6 +282,23 @@ def patch_matrix_exp() -> None:
     """
     for owner in (torch, torch.linalg, torch.Tensor):
         _patch(owner, "matrix_exp", functools.partial(_widened, _key(owner, "matrix_exp")))
+
+
+def _unless_saved(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave ``Tensor.cpu`` alone where a pack hook calls it, as ``save_on_cpu`` does.
+
+    A backward needs the tensor in the type in which its forward has saved it. torch calls pack
+    hooks with gradients off.
+    """
+    cast = _wrap(_key(torch.Tensor, "cpu"), function, native=True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        is_saved = not torch.is_grad_enabled() and hooks(True) is not None
+        return (function if is_saved else cast)(*args, **kwargs)
+
+    return wrapper
 
 
 def _widened(key: str, function: Callable[..., Any]) -> Callable[..., Any]:

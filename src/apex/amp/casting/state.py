@@ -331,19 +331,24 @@ def begin_forward(
         torch.set_autocast_cache_enabled(True)
 
 
-def end_forward(key: object) -> None:
-    """End what was begun under ``key``; does nothing if it did not get that far."""
+def end_forward(key: object) -> bool:
+    """End what was begun under ``key``; does nothing if it did not get that far.
+
+    Returns:
+        Whether it was begun with a frame: outside of a trace.
+    """
     forwards = thread.forwards
     if forwards and forwards[-1].key is not key:
         end_interrupted_forwards()
     if not forwards or forwards[-1].key is not key:
-        return
+        return False
     saved = forwards.pop()
     _put_back(saved)
     if saved.nested:
         torch.set_autocast_cache_enabled(saved.cache)
         if torch.autocast_decrement_nesting() == 0:
             forget_weights()
+    return saved.frame is not None
 
 
 def end_interrupted_forwards() -> None:

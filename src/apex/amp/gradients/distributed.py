@@ -219,7 +219,7 @@ class ForwardRecord:
                 self._pairs = Pairs(rows)
             self._masters = self._pairs.masters  # an optimizer's groups may change
         if self._pairs.weights:
-            self._pairs.reconcile()
+            self._pairs.reconcile(may_return=not torch.is_grad_enabled())
 
     def _note_wrappers(self, model: torch.nn.Module) -> None:
         around = _active_wrapper()

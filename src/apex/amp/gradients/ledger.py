@@ -59,6 +59,10 @@ _EDITED = (
     "masters. Use amp.clip_grad_norm_(optimizer, max_norm) or clip amp.master_params(optimizer); "
     "call every backward in scale_loss."
 )
+_SCALED = (
+    "amp: amp.master_params was called inside the scale_loss block, where gradients are still "
+    "multiplied by the loss scale. Clip them and read them after the block."
+)
 _MOVED = (
     "amp: before the scale_loss block, .grad of a 16-bit weight was a part of a larger tensor. It "
     "no longer is: masters have the gradients that are stepped, so to zero, reduce or clip that "
@@ -465,6 +469,11 @@ class Ledger:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=stacklevel())
+
+    def warn_of_scaled(self) -> None:
+        """Warn if the program may read gradients in a block, where they are scaled."""
+        if self.training.properties.loss_scale != 1.0 and any_grad(self.params.targets):
+            self._warn(_SCALED)
 
     def after_step(self, *, is_taken: bool, is_written: bool = False) -> None:
         """Write the masters to the model, unless the step was skipped or has done so itself.

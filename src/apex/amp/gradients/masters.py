@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,9 +31,15 @@ class Master:
         taken: The gradient on the weight that the master's gradient already contains, and
         taken_version: its ``_version`` then.
         waiting: ids of the ledgers whose optimizers share this master and have yet to step.
+        before: Its value before a weight that was written meanwhile, which the program may put
+            back: an average for an evaluation, an attack between two backwards. It costs 4 bytes
+            for each element of such a weight, until the next step at the latest.
     """
 
-    __slots__ = ("is_stepped", "recorded", "taken", "taken_version", "tensor", "waiting")
+    __slots__ = (
+        *("before", "is_stepped", "recorded", "taken", "taken_version", "tensor", "waiting"),
+        "__weakref__",
+    )
 
     def __init__(self, tensor: torch.Tensor, *, is_stepped: bool = True) -> None:
         self.tensor = tensor
@@ -41,6 +48,7 @@ class Master:
         self.taken: torch.Tensor | None = None
         self.taken_version = 0
         self.waiting: set[int] = set()
+        self.before: torch.Tensor | None = None
 
     def value_for(self, weight: torch.Tensor, *, within: float = 0.0) -> torch.Tensor:
         """The float32 value of ``weight``: the master's where ``weight`` equals it, rounded.
@@ -63,12 +71,24 @@ class Master:
         elif master.device != weight.device:
             master.data = master.data.to(weight.device)
             table.changes += 1
-        master.copy_(self.value_for(weight, within=within))
+        value = self.value_for(weight, within=within)
+        before = None if self.before is None else self.before.to(weight.device)
+        if before is not None:
+            value = torch.where(before.to(weight.dtype) == weight, before, value)
+        master.copy_(value)
 
-    def take_over(self, weight: torch.Tensor, *, both: bool) -> None:
-        """Take over what was written into ``weight``; ``both``: the master has changed as well."""
+    def take_over(self, weight: torch.Tensor, *, both: bool, may_return: bool) -> None:
+        """Take over what was written into ``weight``; ``both``: the master has changed as well.
+
+        ``may_return``: the program may put back what was there, and gets the master's bits then.
+        """
         if not both:
+            if may_return and self.before is None:
+                self.before = self.tensor.detach().clone()
+                table.with_before.append(weakref.ref(self))
             self.refresh(weight)
+            if not may_return:
+                self.before = None
             return
         within = torch.finfo(weight.dtype).eps
         before = self.tensor.detach().clone()
@@ -97,12 +117,14 @@ class MasterTable:
         changes: How many masters were added, dropped or moved to another device.
         numbers: Of records of versions and addresses.
         newest: The number of the last one.
+        with_before: Weak references to masters that have a :attr:`Master.before`.
     """
 
     def __init__(self) -> None:
         self.changes = 0
         self.numbers = itertools.count(1)
         self.newest = 0
+        self.with_before: list[weakref.ref[Master]] = []
         self._lock = threading.RLock()
         self._masters: Any = WeakTensorKeyDictionary()  # weight -> Master
         # A master's tensor -> a weak reference to its weight.
@@ -136,6 +158,15 @@ class MasterTable:
                 self._weights.pop(master.tensor, None)
                 self.changes += 1
         return master
+
+    def forget_before(self) -> None:
+        """Free the values that written weights were not given back."""
+        with self._lock:
+            found, self.with_before = self.with_before, []
+        for reference in found:
+            master = reference()
+            if master is not None:
+                master.before = None
 
     def weight_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The weight whose master ``tensor`` is, if it is one."""

@@ -184,11 +184,12 @@ class Pairs:
         for master in self.masters:
             master.recorded = (*master.recorded[:4], _EXPOSED)
 
-    def reconcile(self, *, compare: bool = False) -> None:
+    def reconcile(self, *, compare: bool = False, may_return: bool = False) -> None:
         """Bring what others have written to masters and weights since to both of them.
 
         ``compare`` the values of all weights with their masters; else only of those whose version
-        or address has changed.
+        or address has changed. ``may_return``: no training follows, so what was in weights may be
+        put back, as it may where gradients wait for a step.
 
         Nearly always nothing has changed. Microseconds for 100 and 1,000 weights on a CPU: 31 and
         284 to read versions and addresses; in all 33 and 307 by the first way out, 42 and 380 by
@@ -206,13 +207,14 @@ class Pairs:
         rounded: list[Any] = []
         with torch.no_grad():
             for row, seen in zip(self._rows, seen_rows, strict=True):
-                weight, _, master = row
+                weight, tensor, master = row
                 is_written = master.recorded[_MASTER] != seen[_MASTER]
                 counts_as_written = is_written or _EXPOSED in master.recorded
                 is_weight_written = master.recorded[_WEIGHT] != seen[_WEIGHT]
                 is_weight_written |= compare and not counts_as_written
                 if is_weight_written and (master.is_stepped or is_written):
-                    master.take_over(weight, both=is_written)
+                    waits = may_return or tensor.grad is not None
+                    master.take_over(weight, both=is_written, may_return=waits)
                 elif is_weight_written:
                     table.pop(weight)
                 elif counts_as_written:
@@ -235,6 +237,8 @@ class Pairs:
 
     def write(self) -> None:
         """Round every master into its weight."""
+        if table.with_before:
+            table.forget_before()
         if self.weights:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, self.tensors)
@@ -407,6 +411,8 @@ class Pairs:
 
     def free_grads(self, owners: Owners, stepped: int) -> None:
         """Free the masters' gradients that no ledger but ``stepped``, an id, has yet to step."""
+        if table.with_before:
+            table.forget_before()
         if not owners:
             for tensor in self.tensors:
                 tensor.grad = None

@@ -41,7 +41,7 @@ def _entry(weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().float()
     master = table.get(weight)
     if master is not None:
-        Pairs([(weight, master)]).reconcile()
+        Pairs([(weight, master)]).reconcile(may_return=True)
         master = table.get(weight)  # one that no optimizer steps was dropped if the weight changed
     if master is not None and not _is_rounded(master, weight):
         if master.is_stepped:

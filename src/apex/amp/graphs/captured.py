@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -101,11 +101,14 @@ def capture(
 
 
 class _Graph(NamedTuple):
-    """A graph that was captured: its key, the tensors it reads, and those it leaves."""
+    """A graph that was captured: tensors that it reads, leaves, and writes to besides."""
 
     key: Any
+    followed: Followed
     inputs: list[torch.Tensor]
     results: Any
+    held: list[torch.Tensor]
+    reports: Reports
 
 
 class CapturedStep(Generic[_Results]):
@@ -122,14 +125,13 @@ class CapturedStep(Generic[_Results]):
         self.calls = self.replays = 0
         self._function, self._generators = function, generators
         self._name = getattr(function, "__qualname__", type(function).__name__)
-        self._left = warmup  # calls until one may be captured
-        self._kinds: set[Any] = set()  # of arguments, that were seen
+        # Kinds of arguments that were seen; of those that were looked at, what a graph follows.
+        self._kinds: dict[Any, Followed | None] = {}
+        self._first, self._last = warmup, 0  # calls that are looked at: from which on, and the last
+        self._wait = 0  # calls between the last change and the next capture
         self._device_graph: Any = None
         self._graph: _Graph | None = None
-        self._followed: Followed | None = None  # since the warm-up
-        self._reports: Any = None
         self._why = ""  # there will be no graph
-        self._since = self._wait = 0  # calls since the warm-up; those of the next one
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -145,9 +147,12 @@ class CapturedStep(Generic[_Results]):
                 "CUDA graph. Capture the outer function only."
             )
         _thread.is_busy = True
+        self.calls += 1
         try:
-            self.calls += 1
-            return self._run(args, kwargs) if self._why else self._step(args, kwargs)
+            return self._run(None, args, kwargs) if self._why else self._step(args, kwargs)
+        except BaseException:
+            self._forget()
+            raise
         finally:
             _thread.is_busy = False
 
@@ -157,38 +162,26 @@ class CapturedStep(Generic[_Results]):
             key = kinds.key_of((args, kwargs), tensors), kinds.surroundings()
         except kinds.Unfollowed as reason:
             self._give_up(str(reason))
-            return self._run(args, kwargs)
-        self._since += 1
-        if self._followed is not None:
-            self._look(self._followed.change)
-        followed, graph = self._followed, self._graph
-        if followed is not None and not followed.is_in_another_mode():
-            if graph is not None and graph.key == key:
-                return self._replay(followed, graph, tensors)
-            if graph is None and key in self._kinds and self._device_graph is not None:
-                return self._capture(followed, key, tensors, args, kwargs)
-        if graph is None:
-            self._kinds.add(key)
-            if len(self._kinds) > MOST_KINDS:
-                self._give_up(
-                    f"its arguments were of {MOST_KINDS} kinds. Pass a number that counts as a "
-                    "tensor on the device, and pad what has another shape each time"
-                )
-        return self._run(args, kwargs, tensors)
-
-    def _look(self, look: Callable[[], str]) -> None:
-        """See what has changed, and drop the graph where it takes a new one."""
-        try:
-            change = look()
-        except BaseException:
-            self._forget()
-            raise
+            return self._run(None, args, kwargs)
+        graph = self._graph
+        followed = self._kinds.get(key) if graph is None else graph.followed
+        change = "" if followed is None else followed.change()
         if change:
             self._changed(change)
+        elif followed is not None and self._device_graph is not None and followed.is_in_its_mode():
+            if graph is None:
+                return self._capture(followed, key, tensors, args, kwargs)
+            if graph.key == key:
+                return self._replay(graph, tensors)
+        if change or followed is None:
+            return self._look(key, tensors, args, kwargs)
+        return self._run(followed, args, kwargs)
 
     def _changed(self, change: str) -> None:
         """Capture anew after some calls: the more, the more graphs were captured in vain."""
-        self._wait = min(max(1, 2 * self._wait), MOST_CALLS) if self._since < FEW_CALLS else 1
+        in_vain = self.calls - self._last < FEW_CALLS
+        self._wait = min(max(1, 2 * self._wait), MOST_CALLS) if in_vain else 1
+        self._first = self.calls + self._wait - 1
         self._forget()
         if self._wait == MOST_CALLS // 2:
             self._warn(
@@ -199,11 +192,10 @@ class CapturedStep(Generic[_Results]):
             )
 
     def _forget(self) -> None:
-        """Drop the graph; calls without it come before the next capture."""
+        """Drop the graph, and what was seen for one."""
+        self._graph, self._kinds = None, dict.fromkeys(self._kinds)
         if self._device_graph is not None:
             self._device_graph.release()
-        self._graph = self._followed = self._reports = None
-        self._left = self._wait
 
     def _give_up(self, reason: str) -> None:
         """Go on without a graph, for good."""
@@ -218,43 +210,43 @@ class CapturedStep(Generic[_Results]):
 
     # -- steps without the graph -------------------------------------------------------------------
 
-    def _run(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor] = ()) -> _Results:
-        """A real step: call the function."""
+    def _look(self, key: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> _Results:
+        """A real step, to learn of the optimizers; after the warm-up, of what a graph follows."""
         if self._device_graph is None:
             self._device_graph = _device_graph()
-        graph, followed = self._device_graph, self._followed
-        if followed is not None:
-            self._look(followed.check)
-        with contextlib.nullcontext() if graph is None else graph.on_its_stream():
-            if self._why or followed is not None:
-                found = self._function(*args, **kwargs)
-            else:
-                found = self._warm_up(args, kwargs, tensors)
-        if followed is not None:
-            self._look(followed.change_by_call)
-        results: _Results = kinds.rebuilt(found, kinds.copied, kinds.only_none)
-        return results
-
-    def _warm_up(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the function and learn of its optimizers; the last time look at what it does."""
-        self._left -= 1
-        device = torch.device("cpu") if self._device_graph is None else self._device_graph.device
-        probe = Probe(device, tensors) if self._left <= 0 else None
+        is_late = self.calls >= self._first and (key in self._kinds or not self._kinds)
+        graph = self._device_graph
+        device = torch.device("cpu") if graph is None else graph.device
+        probe = Probe(device, tensors) if is_late else None
         with _stepped() as optimizers, probe or contextlib.nullcontext():
-            found = self._function(*args, **kwargs)
+            results = self._run(None, args, kwargs)
+        self._kinds.setdefault(key)
         if all(map(is_disabled, optimizers)):
             self._why = "amp is disabled"
-            return found
+            return results
         states = list(map(state_to_capture, optimizers))
         if probe is not None and probe.found:
             self._give_up(probe.found)
         elif probe is not None and is_settled(states):
-            self._followed, self._since = (
-                Followed(optimizers, probe.clears, probe.read_elsewhere()),
-                0,
+            self._kinds[key], self._last = probe.followed(optimizers), self.calls
+        elif len(self._kinds) > MOST_KINDS:
+            self._give_up(
+                f"its arguments were of {MOST_KINDS} kinds. Pass a number that counts as a tensor "
+                "on the device, and pad what has another shape each time"
             )
-            self._reports = Reports(states)
-        return found
+        return results
+
+    def _run(self, followed: Followed | None, args: Any, kwargs: Any) -> _Results:
+        """A real step: call the function."""
+        graph = self._device_graph
+        if followed is not None:
+            followed.check()
+        with contextlib.nullcontext() if graph is None else graph.on_its_stream():
+            found = self._function(*args, **kwargs)
+        if followed is not None and (change := followed.change_by_call()):
+            self._changed(change)
+        results: _Results = kinds.rebuilt(found, kinds.copied, kinds.only_none)
+        return results
 
     # -- the graph ---------------------------------------------------------------------------------
 
@@ -275,28 +267,32 @@ class CapturedStep(Generic[_Results]):
             return found
 
         try:
-            followed.follow_skipped()
-            with followed.numbers_on_the_device(), _stepped() as optimizers:
+            with followed.on_the_device(), _stepped() as optimizers:
                 found = self._device_graph.capture(step, self._generators)
-            followed.refuse_others(optimizers)
+            if set(map(id, optimizers)) != set(map(id, followed.optimizers)):
+                raise RuntimeError(
+                    "amp.capture: it steps other optimizers in other calls. A replay repeats one "
+                    "call: capture a function that steps the same ones each time"
+                )
             results = kinds.rebuilt(found, torch.Tensor.detach, kinds.only_none)
         except BaseException as error:
             before.put_back()
             if not isinstance(error, Exception):
                 raise
             self._give_up(describe(error))
-            return self._run(args, kwargs)
-        followed.captured(before.kept_gradients())
-        self._graph = _Graph(key, inputs, results)
-        return self._replay(followed, self._graph, tensors)
+            return self._run(None, args, kwargs)
+        held = followed.end_capture(before.gradients)
+        graph = _Graph(key, followed, inputs, results, held, Reports(followed.states))
+        self._graph = graph
+        return self._replay(graph, tensors)
 
-    def _replay(self, followed: Followed, graph: _Graph, tensors: list[torch.Tensor]) -> _Results:
-        followed.follow_skipped()
+    def _replay(self, graph: _Graph, tensors: list[torch.Tensor]) -> _Results:
+        graph.followed.follow()
         if tensors:
             torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
         self._device_graph.replay()
         self.replays += 1
-        self._reports.after_replay()
+        graph.reports.after_replay()
         results: _Results = kinds.rebuilt(graph.results, torch.clone, kinds.only_none)
         return results
 

@@ -1,34 +1,37 @@
-"""What a captured step depends on and no replay would notice: looked at before each replay.
+"""What a graph reads besides its arguments, and what it takes for given.
 
-| changed between replays | |
-|---|---|
-| a learning rate | written to the device, where the graph reads it |
+What it reads is written to the device before each replay: learning rates, and whether the step
+before was skipped. What it takes for given is compared with what it was at the capture:
+
+| changed since | looked at | what follows |
+|---|---|---|
 | another number of a group, a static loss scale, numbers of a scaler, hooks, loaded state of an \
-optimizer, groups | a new capture |
-| ``model.train()``, ``model.eval()``, gradients that the program gives or clears | the call runs \
-without the graph |
+optimizer, groups, gradients that the function adds to | before each call | a new capture |
+| amp was reset, a watch of apex.debug was put on | before each call | an error |
+| ``model.train()``, ``model.eval()`` | before each call | it runs without the graph |
 | memory of a weight, a buffer or a state, modules, ``requires_grad``, masters or 16-bit weights \
-written past amp | an error, at every n-th replay: to look at 300 weights takes 0.3 ms |
-| amp was reset, a watch of apex.debug was put on | an error |
+written past amp | every n-th time: 300 weights take 0.3 ms | an error |
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from apex.amp.gradients import captures
 from apex.amp.gradients.ledger import Pass
 from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import addresses
-from apex.amp.optimizer import OptimizerState, state_of
+from apex.amp.optimizer import OptimizerState, optimizers_inside, state_of
 from apex.amp.training import Training
 
 _MODE, _GRAD, _REQUIRES_GRAD = (
@@ -43,8 +46,17 @@ _OF_SCALER = {
 }  # fmt: skip
 # What groups have besides numbers, or count.
 _COUNTED = ("params", "step", "initial_lr")
-_OF_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_STATE = "an optimizer's state (load_state_dict) or groups"
+_HOOK = "a hook of a module, a parameter or an optimizer"
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks",
+    "_global_backward_hooks", "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks",
+)  # fmt: skip
 _OF_PARAM = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_GRADIENTS = "gradients (call zero_grad in the function, before its backward)"
+_READ = "a tensor that it reads and does not get as an argument (write to it in place)"
 _REPLACED = (
     "a module",
     "the memory of a weight, a buffer or a state of an optimizer (weight.data = ..., "
@@ -54,51 +66,36 @@ _REPLACED = (
 _TENSORS_A_LOOK = 30  # so that looking takes 10 us a replay, whatever the model
 _LOOKED_AT = 16  # weights whose gradients are looked at before each replay
 
+# What reads a value, of each of these, and the values' names.
+Row = tuple[Callable[[Any], Any], Sequence[Any], Sequence[str]]
 
-class Numbers:
-    """The numbers of optimizers' groups and of scalers; in ``on_device`` are groups without lr.
 
-    With ``versions`` a tensor that was written has changed, too. State that an optimizer keeps in
-    lists of a group is written in place, and not a number.
-    """
+class Values:
+    """Values of the host: unchanged as long as they are the same objects, or equal numbers."""
 
-    def __init__(
-        self,
-        optimizers: Iterable[Any],
-        on_device: Sequence[Any] = (),
-        scalers: Iterable[Any] = (),
-        *,
-        versions: bool = False,
-    ) -> None:
-        self._optimizers, self._versions = list(optimizers), versions
-        self._read: list[tuple[dict[str, Any], Any]] = []
-        for group in [group for one in self._optimizers for group in one.param_groups]:
-            skipped = (*_COUNTED, "lr") if any(group is one for one in on_device) else _COUNTED
-            keys = [k for k, x in group.items() if k not in skipped and not isinstance(x, list)]
-            self._read.append((group, keys))
-        self._read += [(vars(scaler), _OF_SCALER) for scaler in scalers]
-        self._names = [_OF_SCALER.get(name, name) for _, keys in self._read for name in keys]
-        self._seen = self._now()
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = list(rows)
+        self._names = [name for _, _, names in self._rows for name in names]
+        self.accept()
 
     def _now(self) -> list[Any]:
         found: list[Any] = []
-        for owner, keys in self._read:
-            found += map(owner.get, keys)
-        if self._versions:
-            found = [x._version if isinstance(x, torch.Tensor) else x for x in found]
-        for one in self._optimizers:  # loading replaces the state
-            found += [getattr(one, "state", None), *[len(g["params"]) for g in one.param_groups]]
+        for read, owners, _ in self._rows:
+            found += map(read, owners)
         return found
 
+    def accept(self) -> None:
+        """Take what is there now for unchanged."""
+        self._seen = self._now()
+
     def change(self) -> str:
-        """Which has changed, if any."""
+        """The first one that has changed, if any."""
         now = self._now()
-        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
+        if all(map(is_, now, self._seen)):
             return ""
-        for place, (new, old) in enumerate(zip_longest(now, self._seen)):
+        for name, new, old in zip(self._names, now, self._seen, strict=True):
             if new is not old and (type(new) is not type(old) or not _equal(new, old)):
-                others = "an optimizer's state (load_state_dict) or groups"
-                return self._names[place] if place < len(self._names) else others
+                return name
         self._seen = now
         return ""
 
@@ -108,10 +105,25 @@ def _equal(new: Any, old: Any) -> bool:
     return isinstance(new, (int, float, str, tuple)) and bool(new == old)
 
 
-def is_gone(storage: StorageWeakRef) -> bool:
-    """Whether nobody holds the memory any more."""
-    gone: bool = storage.expired()  # type: ignore[no-untyped-call]
-    return gone
+def numbers_of(optimizers: Iterable[Any], on_device: Sequence[Any] = ()) -> Iterator[Row]:
+    """The numbers of groups, and what loading replaces; in ``on_device`` are groups without lr.
+
+    State that an optimizer keeps in lists of a group is written in place, and not a number.
+    """
+    for one in optimizers:
+        for group in one.param_groups:
+            skipped = (*_COUNTED, "lr") if any(group is other for other in on_device) else _COUNTED
+            keys = [k for k, x in group.items() if k not in skipped and not isinstance(x, list)]
+            yield group.get, keys, keys
+            written = [k for k in keys if isinstance(group[k], torch.Tensor)]
+            yield attrgetter("_version"), [group[k] for k in written], written
+        lists = [one.param_groups, *(group["params"] for group in one.param_groups)]
+        yield len, lists, [_STATE] * len(lists)
+        yield _state, [one], [_STATE]
+
+
+def _state(optimizer: Any) -> Any:
+    return getattr(optimizer, "state", None)
 
 
 def modules_of(trainings: Iterable[Training]) -> list[torch.nn.Module]:
@@ -134,7 +146,6 @@ class Rate:
         dtype = rate.dtype if isinstance(rate, torch.Tensor) else torch.float32
         self.tensor = torch.empty((), dtype=dtype, device=group["params"][0].device)
         self._seen: Any = None
-        self.follow()
 
     def follow(self) -> None:
         """Bring one that has changed to the device."""
@@ -152,24 +163,29 @@ class Skipped:
     """Whether the step before was skipped, in a tensor on the device: there the graph reads it.
 
     A graph drops what a skipped step has left (:mod:`apex.amp.gradients.left`) by the flags of the
-    step before the capture. Those of the step before a replay are brought there.
+    step before the capture. So these are in a tensor of its own, and so are those of later steps.
     """
 
     def __init__(self, state: OptimizerState) -> None:
         self._ledger = state.ledger
-        self._flag = flag = torch.zeros((), device=state.params.targets[0].device)
+        self._flag = flag = torch.zeros(
+            (), dtype=torch.float32, device=state.params.targets[0].device
+        )
         scaler, ledgers = state.training.loss_scalers[0], [self._ledger]
         before = Pass(scaler, 0, ledgers, flag, found_inf=flag, counted=flag - 1)
         self._left = Left([before])
 
     def follow(self) -> None:
-        """Bring the flags of a step without the graph there; the graph's are the next ones."""
+        """Bring the flags of a step without the graph there, if one came last.
+
+        Afterwards the ledger has the flags that the graph writes.
+        """
         if self._ledger.left is not self._left:
             self._write(self._ledger.left)
             self._ledger.left = self._left
 
     def note(self) -> None:
-        """Bring the flags of the step that is captured there: a part of the graph."""
+        """At the end of a capture: bring the flags of the captured step there, in each replay."""
         self._left = self._ledger.left
         self._write(self._left)
 
@@ -179,10 +195,14 @@ class Skipped:
 
 
 class Followed:
-    """What the graph of a function depends on, of the ``optimizers`` that the function steps.
+    """What the graph of a function reads and takes for given, as it is after a call of it.
 
-    ``clears`` says whether the function does not add to gradients of these weights that it finds.
-    ``read`` is the memory that it reads and that neither amp nor a module holds.
+    Args:
+        optimizers: The function steps them.
+        trainings: Theirs, and others whose models it reads.
+        read: Memory that it reads, and that neither amp nor a module holds.
+        clears: Whether it does not add to gradients that it finds.
+        toggled: ids of weights whose ``requires_grad`` it sets.
 
     Raises:
         RuntimeError: There is something that cannot be captured.
@@ -191,122 +211,85 @@ class Followed:
     def __init__(
         self,
         optimizers: Sequence[Any],
-        clears: Callable[[Any], bool],
+        trainings: Sequence[Training],
         read: Sequence[StorageWeakRef],
+        *,
+        clears: bool,
+        toggled: set[int],
     ) -> None:
-        self._read = list(read)
-        self.optimizers = list(optimizers)
-        self.states = [state_to_capture(optimizer) for optimizer in self.optimizers]
-        self._trainings = list(dict.fromkeys([state.training for state in self.states]))
+        self.optimizers, self.states = list(optimizers), list(map(state_to_capture, optimizers))
+        self._trainings, self._read, self._toggled = list(trainings), list(read), toggled
         both = zip(self.optimizers, self.states, strict=True)
         self._groups = [(g, s) for one, s in both for g in one.param_groups if g["params"]]
-        self.rates = [Rate(group) for group, state in self._groups if _reads_tensor(group, state)]
+        self._rates = [Rate(group) for group, state in self._groups if _reads_tensor(group, state)]
         self._skipped = [Skipped(state) for state in self.states if state.training.is_dynamic()]
-        scalers = [scaler for one in self._trainings for scaler in one.loss_scalers]
-        self._numbers = Numbers(self.optimizers, [rate.group for rate in self.rates], scalers)
-        self._modes = list(map(vars, modules_of(self._trainings)))
-        params = [param for state in self.states for param in state.params.targets]
-        self._params = [*params, *(x for state in self.states for x in state.params.tensors)]
-        inside = set(map(id, tensors_of(modules_of(self._trainings))))
+        modules = modules_of(self._trainings)
+        self._modules = modules  # held: no other can have an id of these
+        self._settings = list(map(vars, modules))
+        self._modes = self._modes_now()
+        parameters = [state.params for state in self.states]
+        self._unexposed = [params for params in parameters if not params.exposed]
+        self._params = [x for params in parameters for x in (*params.targets, *params.tensors)]
+        inside = set(map(id, tensors_of(modules)))
         self._outside = [param for param in self._params if id(param) not in inside]
-        self._some = self._params[:: 1 + len(self._params) // _LOOKED_AT]
-        # As the graph knows them.
-        self._trained, self._left = self._modes_now(), self._gradients()
-        self._memory, self._hooks = self._memory_now(), self._hooks_now()
-        self._next_hook = RemovableHandle.next_id
-        self._exposes = [state.params.exposed for state in self.states]
+        self._memory, self._hooks = self._memory_now(), [*chain(*self._hooks_now())]
         self._every, self._looks = 1 + len(self._memory[1]) // _TENSORS_A_LOOK, 0
-        self._clears, self._held = clears(self._params), list[torch.Tensor]()
+        self._clears = clears
+        self._values = Values(self._looked_at())
 
-    def _gradients(self) -> list[torch.Tensor | None]:
-        return list(map(_GRAD, self._some))
+    def _looked_at(self) -> Iterator[Row]:
+        """What is looked at before each call; :meth:`_change` knows of the last two."""
+        yield from numbers_of(self.optimizers, [rate.group for rate in self._rates])
+        for training in self._trainings:
+            for scaler in training.loss_scalers:
+                yield vars(scaler).get, [*_OF_SCALER], [*_OF_SCALER.values()]
+        names = [f"what amp knows of {type(one).__name__}" for one in self.optimizers]
+        yield state_of, self.optimizers, names
+        yield attrgetter("observer"), self.states, names
+        memory = [storage.cdata for storage in self._read]
+        yield torch.UntypedStorage._expired, memory, [_READ] * len(memory)
+        hooks = self._hooks_now()
+        yield len, hooks, [_HOOK] * len(hooks)  # of removed ones nobody counts
+        some = [] if self._clears else self._params[:: 1 + len(self._params) // _LOOKED_AT]
+        yield _GRAD, some, [_GRADIENTS] * len(some)
+        yield vars(RemovableHandle).get, ["next_id"], [_HOOK]  # counts all of the process
 
-    # -- what decides whether a call replays -------------------------------------------------------
+    # -- before and after a call ------------------------------------------------------------------
 
     def _modes_now(self) -> list[bool]:
-        return list(map(_MODE, self._modes))
+        return list(map(_MODE, self._settings))
 
-    def is_in_another_mode(self) -> bool:
-        """Whether a module is in ``train()`` or ``eval()`` other than in the capture."""
-        return self._modes_now() != self._trained
-
-    def refuse_others(self, optimizers: Sequence[Any]) -> None:
-        """Raise ``RuntimeError`` if the capture has stepped others than the call before."""
-        if set(map(id, optimizers)) != set(map(id, self.optimizers)):
-            raise RuntimeError(
-                "amp.capture: it steps other optimizers in other calls. A replay repeats one call: "
-                "capture a function that steps the same ones each time"
-            )
-
-    def captured(self, held: list[torch.Tensor]) -> None:
-        """Note the gradients that were there before and to which the graph writes."""
-        self._held, self._left = held, self._gradients()
-        for state in self.states:  # goes with the graph, not with the ledger
-            self._held += state.ledger.in_graphs
-            state.ledger.in_graphs = []
-
-    # -- before a call -----------------------------------------------------------------------------
+    def is_in_its_mode(self) -> bool:
+        """Whether all modules are in ``train()`` or ``eval()`` as they were then."""
+        return self._modes_now() == self._modes
 
     def change(self) -> str:
-        """Follow what has changed; say what takes a new capture, or nothing.
+        """Say what takes a new capture, if anything.
 
         Raises:
             RuntimeError: Replays since the last look were wrong, or the step cannot be captured.
         """
-        change = self._numbers.change() or self._change_of_hooks()
+        change = self._change(_HOOK)
         if change:
-            return change
-        both = zip(self.optimizers, self.states, self._exposes, strict=True)
-        for optimizer, state, exposes in both:
-            if state_of(optimizer) is not state or state.observer is not None:
+            for optimizer in self.optimizers:
                 state_to_capture(optimizer)
-                return f"what amp knows of {type(optimizer).__name__}"
-            if state.params.exposed and not exposes:  # what the forward would do
-                state.params.reconcile()
-        if any(map(is_gone, self._read)):
-            return "a tensor that it reads and does not get as an argument (write to it in place)"
-        if not self._clears and not all(map(is_, self._gradients(), self._left)):
-            return "gradients (call zero_grad in the function, before its backward)"
-        for rate in self.rates:
-            rate.follow()
+            return change
+        for params in self._unexposed:
+            if params.exposed:  # what the forward would do
+                params.reconcile()
         self._looks += 1
         if self._looks % self._every == 0:
             self.check()
         return ""
 
-    def _hooks_now(self) -> list[int]:
-        owners: list[tuple[Any, Sequence[str]]] = [(param, _OF_PARAM) for param in self._params]
-        owners += [(module, _OF_MODULE) for module in modules_of(self._trainings)]
-        return [len(getattr(one, name, None) or ()) for one, names in owners for name in names]
-
-    def _change_of_hooks(self) -> str:
-        if RemovableHandle.next_id == self._next_hook:  # counts all hooks of the process
+    def _change(self, *passing: str) -> str:
+        change = self._values.change()
+        if change in passing and [*chain(*self._hooks_now())] == self._hooks:
+            self._values.accept()
             return ""
-        if self._hooks_now() != self._hooks:
-            return "a hook of a module or a parameter"
-        self._next_hook = RemovableHandle.next_id
-        return ""
+        return change
 
-    # -- memory ------------------------------------------------------------------------------------
-
-    def _memory_now(self) -> tuple[list[Any], ...]:
-        """What :data:`_REPLACED` names."""
-        modules = modules_of(self._trainings)
-        states = [x for one in self.optimizers for x in getattr(one, "state", {}).values()]
-        kept = [x for state in states if isinstance(state, dict) for x in state.values()]
-        own = [x for x in kept if isinstance(x, torch.Tensor)]
-        tensors = [*tensors_of(modules), *self._outside, *own]
-        return list(map(id, modules)), [*addresses(tensors)], list(map(_REQUIRES_GRAD, tensors))
-
-    def _replaced(self) -> str:
-        """What the graph reads where it is no more, or past amp's writes."""
-        for name, now, before in zip(_REPLACED, self._memory_now(), self._memory, strict=True):
-            if now != before:
-                return name
-        written = [state.params.weights and state.params.is_written() for state in self.states]
-        return "a 16-bit weight or its master" if any(written) else ""
-
-    def check(self) -> str:
+    def check(self) -> None:
         """Raise ``RuntimeError`` where replays went on with other memory than the program's."""
         what = self._replaced()
         if what:
@@ -316,43 +299,87 @@ class Followed:
                 "first call, or make a new step after it, amp.capture(...). For weights use "
                 "model.load_state_dict, which amp follows."
             )
-        return ""
 
     def change_by_call(self) -> str:
-        """What a call without the graph has replaced, if anything."""
-        self._left = self._gradients()
-        return self._replaced()
+        """What a call without the graph has changed; gradients are those that it leaves."""
+        return self._change(_HOOK, _GRADIENTS) or self._replaced()
 
-    def follow_skipped(self) -> None:
-        """Let the graph, which is captured or replayed next, know whether the last step counted."""
-        for one in self._skipped:
-            one.follow()
+    def _replaced(self) -> str:
+        """What the graph reads where it is no more, or past amp's writes."""
+        for name, now, before in zip(_REPLACED, self._memory_now(), self._memory, strict=True):
+            if now != before:
+                return name
+        for params in [state.params for state in self.states if state.params.weights]:
+            if params.exposed:
+                params.reconcile()
+            elif params.is_written():
+                return "a 16-bit weight or its master"
+        return ""
 
-    def note_skipped(self) -> None:
-        """Note it of the step that is captured, for the next replay."""
-        for one in self._skipped:
-            one.note()
+    def _memory_now(self) -> tuple[list[Any], ...]:
+        """What :data:`_REPLACED` names."""
+        modules = modules_of(self._trainings)
+        states = [x for one in self.optimizers for x in (_state(one) or {}).values()]
+        kept = [x for state in states if isinstance(state, dict) for x in state.values()]
+        own = [x for x in kept if isinstance(x, torch.Tensor)]
+        tensors = [*tensors_of(modules), *self._outside, *own]
+        trained = [x.requires_grad for x in tensors if id(x) not in self._toggled]
+        return list(map(id, modules)), [*addresses(tensors)], trained
+
+    def _hooks_now(self) -> list[Any]:
+        """The dicts of torch with hooks in them, by number."""
+        inside = [one for outer in self.optimizers for one in optimizers_inside(outer)]
+        modules = modules_of(self._trainings)
+        owners = map(vars, (*modules, *self.optimizers, *inside, torch_module, torch_optimizer))
+        found = [owner.get(name) for owner in owners for name in _HOOKS]
+        found += [getattr(param, name, None) for param in self._params for name in _OF_PARAM]
+        return [hooks for hooks in found if hooks]
 
     # -- the capture -------------------------------------------------------------------------------
 
+    def follow(self) -> None:
+        """Before a capture or a replay: bring to the device what the graph reads there."""
+        for rate in self._rates:
+            rate.follow()
+        for skipped in self._skipped:
+            skipped.follow()
+
     @contextlib.contextmanager
-    def numbers_on_the_device(self) -> Iterator[None]:
+    def on_the_device(self) -> Iterator[None]:
         """Inside of it, learning rates and counts of steps are tensors on the device.
 
         The counts stay there: a state of optimizers that count under a dynamic scale has them so.
         """
+        self.follow()
         for group, state in self._groups:
             if state._is_fused and type(group.get("step")) is int:
                 step, device = group["step"], group["params"][0].device
                 group["step"] = torch.full((1,), step, dtype=torch.int32, device=device)
-        before = [rate.group["lr"] for rate in self.rates]
+        before = [rate.group["lr"] for rate in self._rates]
         try:
-            for rate in self.rates:
+            for rate in self._rates:
                 rate.group["lr"] = rate.tensor
             yield
         finally:
-            for rate, value in zip(self.rates, before, strict=True):
+            for rate, value in zip(self._rates, before, strict=True):
                 rate.group["lr"] = value
+
+    def note_skipped(self) -> None:
+        """At the end of a capture: have each replay tell the next one whether it was skipped."""
+        for one in self._skipped:
+            one.note()
+
+    def end_capture(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """After a capture: which ``gradients`` from before it the graph reads or writes.
+
+        Those that are there now are what it leaves.
+        """
+        self._change(_HOOK, _GRADIENTS)
+        held = [] if self._clears else list(gradients)
+        for state in self.states:  # go with the graph, not with the ledger
+            held += state.ledger.in_graphs
+            state.ledger.in_graphs = []
+        return held
 
 
 def _reads_tensor(group: dict[str, Any], state: OptimizerState) -> bool:

@@ -10,7 +10,8 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apex.amp.gradients.parameters import addresses
-from apex.amp.graphs.followed import Numbers, is_gone, modules_of, tensors_of
+from apex.amp.graphs.followed import (
+    Followed,
+    Row,
+    Values,
+    modules_of,
+    numbers_of,
+    state_to_capture,
+    tensors_of,
+)
 from apex.amp.training import alive, managed
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -34,6 +43,18 @@ _KEEP_THEIR_OWN = (
 _OF_THE_PROGRAM = (
     _APEX + os.path.join("amp", "casting") + os.sep,
     _TORCH + os.path.join("nn", "modules") + os.sep,
+)
+_CHANGES = (
+    "it changes {} (a scheduler's step?), and replays run no Python code. Call scheduler.step() "
+    "after it"
+)
+_WRITES = (
+    "it writes to an argument. A replay would write to a copy: clone the argument in the function, "
+    "or return the tensor"
+)
+_REPLACES = (
+    "it replaces a buffer or a parameter of a module (self.buffer = ...), and a replay reads the "
+    "old one. Write to it in place (self.buffer.copy_(...))"
 )
 _BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _OF_THE_HOST = (
@@ -55,51 +76,38 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device, arguments: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.found, self._adds = device, "", False
-        self._arguments = [tensor for tensor in arguments if not tensor.is_inference()]
-        self._numbers = Numbers(list(managed), versions=True)
+        elsewhere = [one.device for one in arguments if not self._is_here(one.device)]
+        if elsewhere:
+            self.found = (
+                f"an argument is on {elsewhere[0]}, whose values a replay would not see. Pass "
+                f"tensors of {device.type}, and numbers"
+            )
+        modules = modules_of(alive())
+        self._trained = [(one, one.requires_grad) for one in tensors_of(modules)]
+        self._values = Values(_unwritten(arguments, modules))
         states = [one._amp_stash.params for one in list(managed)]
         weights = [weight for one in states for weight in (*one.targets, *one.tensors)]
         self._grads = {id(one): one.grad for one in weights if one.grad is not None}
         self._memory = set(addresses(list(self._grads.values())))
-        self._before = self._now()
         known = [*arguments, *self._grads.values()]
         # Storages that were made in the call, or are an argument or a gradient; of others that it
         # has read, whether they are still there, and the line.
         self._made = {key for one in known if (key := _storage_key(one)) is not None}
         self._read: dict[int, tuple[StorageWeakRef, str]] = {}
 
-    def _now(self) -> tuple[list[int], list[int]]:
-        tensors = tensors_of(modules_of(alive()))
-        return [tensor._version for tensor in self._arguments], list(map(id, tensors))
-
-    def clears(self, weights: Iterable[torch.Tensor]) -> bool:
-        """Whether these ``weights`` had gradients, and nothing has read or written them."""
-        return not self._adds and any(id(weight) in self._grads for weight in weights)
-
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        number, (versions, tensors) = self._numbers.change(), self._now()
-        if not self.found and number:
-            self.found = (
-                f"it changes {number} (a scheduler's step?), and replays run no Python code. Call "
-                "scheduler.step() after it"
-            )
-        elif not self.found and versions != self._before[0]:
-            self.found = (
-                "it writes to an argument. A replay would write to a copy: clone the argument in "
-                "the function, or return the tensor"
-            )
-        elif not self.found and tensors != self._before[1]:
-            self.found = (
-                "it replaces a buffer or a parameter of a module (self.buffer = ...), and a replay "
-                "reads the old one. Write to it in place (self.buffer.copy_(...))"
-            )
-        elif not self.found and error[:1] == (None,):
+        self.found = self.found or self._values.change()
+        if not self.found and error[:1] == (None,):
             self.found = self._carried()
 
     def _carried(self) -> str:
         """Name a tensor from before the call that it has read, and that nobody holds any more."""
-        lines = [line for storage, line in self._read.values() if is_gone(storage)]
+        lines = [
+            line
+            for storage, line in self._read.values()
+            if torch.UntypedStorage._expired(storage.cdata)
+        ]
         if not lines:
             return ""
         return (
@@ -108,10 +116,32 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "(state.copy_(new)), or pass it as an argument and return the new one"
         )
 
+    def followed(self, optimizers: Sequence[Any]) -> Followed:
+        """What the graph of such calls reads and takes for given; they step these optimizers."""
+        states = list(map(state_to_capture, optimizers))
+        stepped, read = {state.training for state in states}, self._read.keys()
+        trainings, own = [], set[int | None]()
+        for training in alive():
+            keys = set(map(_storage_key, tensors_of(modules_of([training]))))
+            if training in stepped or not read.isdisjoint(keys):
+                trainings.append(training)
+                own |= keys
+        weights = [x for state in states for x in (*state.params.targets, *state.params.tensors)]
+        return Followed(
+            optimizers,
+            trainings,
+            [storage for key, (storage, _) in self._read.items() if key not in own],
+            clears=not self._adds and any(id(weight) in self._grads for weight in weights),
+            toggled={id(one) for one, before in self._trained if one.requires_grad != before},
+        )
+
     def _note(self, func: Any, leaves: Sequence[torch.Tensor]) -> None:
-        """Note what is read from before the call."""
+        """Note what is read from before the call, where the graph will be.
+
+        On the host programs may do as they like; torch makes states of generators there unseen.
+        """
         for leaf in leaves:
-            key = _storage_key(leaf)
+            key = _storage_key(leaf) if self._is_here(leaf.device) else None
             if key is None or key in self._made or key in self._read:
                 continue
             frame = _reader(sys._getframe(2))
@@ -141,11 +171,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made.update(key for key in new if key is not None and key not in self._read)
         return results
 
-    def read_elsewhere(self) -> list[StorageWeakRef]:
-        """Memory that it has read, of no weight, buffer, gradient, optimizer or argument."""
-        own = {_storage_key(tensor) for tensor in tensors_of(modules_of(alive()))}
-        return [storage for key, (storage, _) in self._read.items() if key not in own]
-
     def _reason(self, func: Any, args: Any, kwargs: Any, devices: set[torch.device]) -> str:
         """Why a capture would not take this call; empty if it does."""
         to = kwargs.get("device")
@@ -166,6 +191,19 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_here(self, device: Any) -> bool:
         return torch.device(device).type == self.device.type
+
+
+def _unwritten(
+    arguments: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]
+) -> Iterator[Row]:
+    """What the function may not change, with the reasons for names."""
+    for read, owners, names in numbers_of(list(managed)):
+        yield read, owners, [_CHANGES.format(name) for name in names]
+    versions = [one for one in arguments if not one.is_inference()]
+    yield attrgetter("_version"), versions, [_WRITES] * len(versions)
+    for module in modules:
+        for kept in (module._parameters, module._buffers):
+            yield kept.get, [*kept], [_REPLACES] * len(kept)
 
 
 def _by_mask(args: Any) -> bool:

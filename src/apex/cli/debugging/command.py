@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     def end() -> None:  # after all threads and exit functions of the script
         for program in programs:
             program.close()
-        _say_the_end(programs, failed=code != 0)
+        _say_the_end(programs, failed=code != 0, skips=args.skip)
 
     at_exit(end)
     main = prepare(args.script, args.arguments, as_module=args.as_module)
@@ -68,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _say_the_end(programs: list[Program], *, failed: bool) -> None:
+def _say_the_end(programs: list[Program], *, failed: bool, skips: bool) -> None:
     watch = programs[0].watch if programs else None
-    if watch is not None and watch.skipped and watch.report is not None:
+    # Without --skip nobody counts the steps after the report.
+    if skips and watch is not None and watch.skipped and watch.report is not None:
         text = f"{watch.skipped} of {watch.steps} steps were skipped"
     elif failed or (watch is not None and watch.steps):
         return

@@ -1,23 +1,26 @@
-"""What comes out: an answer, a table, the reasons; a policy for amp, a plot."""
+"""``what_if``, and what comes out: an answer, a table, the reasons; a policy for amp, a plot."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from apex._precision_policy import MARK, VERSION, named_modules, write
-from apex.debug.what_if import verdicts
-from apex.debug.what_if.formats import FORMATS
-from apex.debug.what_if.judging import LARGEST, Study
-from apex.debug.what_if.updates import Updates
-from apex.debug.what_if.verdicts import ENOUGH, LOOK, NOT_DECIDED, NOT_SAFE, SAFE, Layer
+import torch
 
-# Okabe and Ito's, which colour-blind readers can tell apart; the words are in the legend.
-COLOURS = {SAFE: "#56B4E9", LOOK: "#F0E442", NOT_SAFE: "#D55E00", NOT_DECIDED: "#CCCCCC"}
-SHOWN = 4  # names in a sentence
+from apex._precision_policy import MARK, VERSION, write
+from apex.debug.sentences import SHOWN, listed
+from apex.debug.tensors import plain
+from apex.debug.undisturbed import unchanged, undisturbed
+from apex.debug.what_if.formats import FORMATS
+from apex.debug.what_if.judging import ENOUGH, LARGEST, Layer, Loss, Study
+from apex.debug.what_if.updates import Updates
+
+# Okabe and Ito's, which colour-blind readers can tell apart; each cell has the word too.
+COLOURS = {"safe": "#56B4E9", "look": "#F0E442", "not safe": "#D55E00", "not decided": "#CCCCCC"}
 
 
 class WhatIf:
@@ -36,70 +39,88 @@ class WhatIf:
         others: How often products were called that are not judged (``cdist``), by name.
     """
 
-    def __init__(self, study: Study, updates: Updates) -> None:
+    def __init__(self, study: Study, layers: list[Layer], updates: Updates) -> None:
         self.model, self.batches = type(study.model).__name__, len(study.batches)
         self.formats = [form.name for form in study.forms]
-        self.layers, self.unseen = verdicts.layers_of(study), verdicts.unseen(study)
-        self.others = study.others
+        self.layers, self.unseen, self.others = layers, study.unseen(), study.trace.others
         self.ranges, self.optimizer, self.lost = study.ranges, updates.name, updates.lost()
-        names = {id(one): name or self.model for name, one in named_modules(study.model)}
-        sizes = study.ranges.outputs.items()
-        self.large = {names[key]: size for key, size in sizes if size > LARGEST}
+        every = study.layers.values()
+        self.large = {x.name or self.model: x.output for x in every if x.output > LARGEST}
 
     def states(self, form: str, state: str) -> list[Layer]:
         """The layers with one verdict on a format."""
         return [one for one in self.layers if one.verdicts[form].state == state]
 
     @property
+    def is_decided(self) -> bool:
+        """Whether there is a verdict on any layer."""
+        return any(v.state != "not decided" for one in self.layers for v in one.verdicts.values())
+
+    @property
     def answer(self) -> str:
         """A few sentences: each format, then what else decides between levels."""
+        return " ".join(self._answer())
+
+    def _answer(self) -> Iterator[str]:
         scale = f"float16 needs a loss scale of at most {_power(self.ranges.scale)}"
-        if self.batches < ENOUGH:
-            text = f"Not decided: {self.batches} batches were seen, and {ENOUGH} are needed."
-            return f"{text} {scale}." if "float16" in self.formats else text
-        parts, is_part = [], bool(self.unseen or self.others)
+        if not self.layers:
+            yield "Nothing was measured: no layer with a product gave any numbers."
+        elif self.is_decided:
+            yield from self._on_formats(scale)
+            yield f"If weights had 16 bits (O3), updates of {self.optimizer} would be lost:"
+            shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
+            yield f"{shares}; with masters (O2, O5) none."
+        else:
+            yield f"Not decided: {self.batches} batches were seen, and a layer needs {ENOUGH}"
+            yield "in which it gives numbers."
+            if "float16" in self.formats:
+                yield f"{scale}."
+        if self.unseen:
+            yield f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."
+
+    def _on_formats(self, scale: str) -> Iterator[str]:
+        is_part = bool(self.unseen or self.others)
         if "bfloat16" in self.formats:
             everywhere = "is safe where products were seen" if is_part else "everywhere is safe"
-            parts.append(f"bfloat16 {self._needs('bfloat16') or everywhere}.")
+            yield f"bfloat16 {self._needs('bfloat16') or everywhere}."
         if "float16" in self.formats:
             needs = self._needs("float16").removeprefix("needs ")
             safe = f"every layer {'that was seen ' if is_part else ''}is safe then"
-            parts.append(f"{scale}{f' and {needs}' if needs else f'; {safe}'}.")
-        if "float16" in self.formats and self.large:
-            name, size = max(self.large.items(), key=lambda item: item[1])
-            between = f"At O2 what passes between modules is float16 as well, and `{name}` gives"
-            parts.append(f"{between} {size:.2g}: use O1, O4 or O5.")
-        parts += [self._e4m3()] if "e4m3" in self.formats else []
-        shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
-        lost = f"If weights had 16 bits (O3), updates of {self.optimizer} would be lost: {shares}"
-        parts.append(f"{lost}; with masters (O2, O5) none.")
-        unseen = [f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."] if self.unseen else []
-        return " ".join([*parts, *unseen])
+            yield f"{scale}{f' and {needs}' if needs else f'; {safe}'}."
+            if self.large:
+                name, size = max(self.large.items(), key=lambda item: item[1])
+                yield "At O2 what passes between modules is float16 as well, and"
+                yield f"`{name}` gives {size:.2g}: use O1, O4 or O5."
+        if "e4m3" in self.formats:
+            yield self._e4m3()
 
     def _needs(self, form: str) -> str:
         """What a 16-bit format needs, as the end of a sentence; empty if it needs nothing."""
-        bad, look = self.states(form, NOT_SAFE), self.states(form, LOOK)
+        bad = self.states(form, "not safe")
         text = f"needs {_names(bad)} in float32: {bad[0].verdicts[form].why}" if bad else ""
         for one in [layer for layer in bad if layer.keep != layer.name]:
             keep = f"names `{one.keep}`" if one.keep else "can name nothing"
             text += f" (a policy {keep} for {_names([one])})"
-        if look:
-            text += f"{'; ' if bad else 'is safe, but '}look at {_names(look)}"
+        if look := _names(self.states(form, "look")):
+            text += f"{'; ' if bad else 'is safe, but '}look at {look}"
+        if few := _names(self.states(form, "not decided")):
+            text += f"{'; ' if text else 'is '}not decided for {few} (below {ENOUGH} batches)"
         return text
 
     def _e4m3(self) -> str:
-        safe, look, bad = (self.states("e4m3", one) for one in (SAFE, LOOK, NOT_SAFE))
+        safe, look, bad, few = (self.states("e4m3", one) for one in COLOURS)
         noun = "linear layers" if {one.kind for one in self.layers} == {"Linear"} else "layers"
         text = f"e4m3: {len(safe)} of {len(self.layers)} {noun} are safe"
         text += f", look at {len(look)}" if look else ""
-        text += f", {len(bad)} {'is' if len(bad) == 1 else 'are'} not" if bad else ""
-        return text + (f": {_names(bad)}." if bad else ".")
+        text += f", {len(few)} not decided" if few else ""
+        verb = "is" if len(bad) == 1 else "are"
+        return text + (f", {len(bad)} {verb} not: {_names(bad)}." if bad else ".")
 
     def table(self) -> str:
         """Layer by format: the verdict and the worst cosine, or inf."""
         rows = [["layer", "kind", *self.formats]]
         for one in self.layers:
-            cells = [f"{v.state} {v.number}" for v in map(one.verdicts.get, self.formats) if v]
+            cells = [verdict.cell for verdict in one.verdicts.values()]
             rows.append([one.name or "(the model)", one.kind, *cells])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -107,14 +128,13 @@ class WhatIf:
     def reasons(self) -> str:
         """A line for each suspect, then ranges and what was not seen."""
         lines = [_reason(x, f) for f in self.formats for x in self.layers if x.verdicts[f].why]
-        ranges = self.ranges
-        product, output = (max(d.values(), default=0.0) for d in (ranges.products, ranges.outputs))
-        sizes = f"product {product:.2g}, output {output:.2g}, gradient {ranges.gradient:.2g}"
-        lines.append(f"Largest: {sizes}, loss {ranges.loss:.3g}.")
+        r = self.ranges
+        sizes = f"product {r.product:.2g}, output {r.output:.2g}, gradient {r.gradient:.2g}"
+        lines.append(f"Largest: {sizes}, loss {r.loss:.3g}.")
         if "float16" in self.formats:
-            lost, total = ranges.small
+            lost, total = r.small
             share = f"{lost / max(total, 1):.2%} of the gradients of products become zero"
-            lines.append(f"In float16, at a loss scale of {_power(ranges.scale)}, {share}.")
+            lines.append(f"In float16, at a loss scale of {_power(r.scale)}, {share}.")
         if self.unseen:
             lines.append(f"Not seen: products or gradients of weights of {', '.join(self.unseen)}.")
         if self.others:
@@ -129,13 +149,16 @@ class WhatIf:
         """What ``amp.initialize(..., policy=...)`` takes: the layers that are not safe.
 
         Raises:
-            ValueError: There were too few batches to decide.
+            ValueError: Nothing was decided.
         """
-        if self.batches < ENOUGH:
-            raise ValueError(f"apex.debug.what_if: a policy needs {ENOUGH} batches or more")
+        if not self.is_decided:
+            raise ValueError(
+                f"apex.debug.what_if: a policy needs {ENOUGH} batches in which a layer with a "
+                f"product gives numbers; of {self.batches} none is decided"
+            )
         formats: dict[str, dict[str, Any]] = {}
         for form in self.formats:
-            bad = [one.keep for one in self.states(form, NOT_SAFE) if one.keep is not None]
+            bad = [one.keep for one in self.states(form, "not safe") if one.keep is not None]
             names = [one for one in bad if not any(one.startswith(f"{other}.") for other in bad)]
             scale = {"loss_scale": self.ranges.scale} if form == "float16" else {}
             formats[form] = {**scale, "modules": dict.fromkeys(names, FORMATS[form].others)}
@@ -149,31 +172,22 @@ class WhatIf:
         """Draw layers by formats into a PNG, SVG or PDF file; needs matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib")
-        from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
 
-        rows, columns, states = self.layers, self.formats, [*COLOURS]
-        figure = Figure((2.4 + 1.3 * len(columns), 1.4 + 0.26 * len(rows)), layout="constrained")
-        axes, cells = figure.subplots(), [[row.verdicts[form] for form in columns] for row in rows]
-        grid = [[states.index(cell.state) for cell in row] for row in cells]
-        axes.imshow(grid, ListedColormap([*COLOURS.values()]), vmin=0, vmax=3, aspect="auto")
-        for y, row in enumerate(cells):
-            for x, cell in enumerate(row):
-                axes.text(x, y, cell.number, ha="center", va="center", fontsize=8)
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), [one.name or one.kind for one in rows])
-        shown = [Patch(color=colour, label=state) for state, colour in COLOURS.items()]
-        figure.legend(handles=shown, loc="outside lower center", ncols=4)
-        figure.suptitle(f"{self.model}: worst cosine to float32", fontsize=9)
-        figure.savefig(path, dpi=150)
+        figure = Figure((4 + 1.5 * len(self.formats), 0.8 + 0.3 * len(self.layers)))
+        axes = figure.subplots()
+        axes.axis("off")
+        axes.set_title(f"{self.model}: worst cosine to float32", fontsize=9)
+        verdicts = [one.verdicts.values() for one in self.layers]
+        cells = [[one.cell for one in row] for row in verdicts]
+        colours = [[COLOURS[one.state] for one in row] for row in verdicts]
+        names = [one.name or one.kind for one in self.layers]
+        axes.table(cells, colours, rowLabels=names, colLabels=self.formats, loc="center")
+        figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def _names(layers: Sequence[Layer]) -> str:
-    shown = [f"`{one.name}`" if one.name else "the model's own products" for one in layers]
-    if len(shown) > SHOWN:
-        return f"{', '.join(shown[:SHOWN])} and {len(shown) - SHOWN} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+    return listed([f"`{one.name}`" if one.name else "the model's own products" for one in layers])
 
 
 def _power(scale: float) -> str:
@@ -182,10 +196,74 @@ def _power(scale: float) -> str:
 
 def _reason(layer: Layer, form: str) -> str:
     v = layer.verdicts[form]
-    text = f"{form}, {layer.name or layer.kind}: {v.state}, {v.why} (batch {v.score.batch})."
-    if form in layer.whole:
-        exact, loss, middle = layer.whole[form]
+    text = f"{form}, {layer.name or layer.kind}: {v.state}, {v.why} (batch {v.batch})."
+    if v.whole is not None:
+        exact, loss, middle = v.whole
         text += f" Alone in {form}: loss {exact:.4g} -> {loss:.4g}"
         gradients = f", median cosine of the weights' gradients {middle:.3f}"
         text += f"{gradients if math.isfinite(loss) else ''}."
     return text
+
+
+def what_if(
+    model: torch.nn.Module,
+    loss: Loss,
+    batches: Iterable[Any],
+    *,
+    formats: Sequence[str] = ("float16", "bfloat16", "e4m3"),
+    optimizer: torch.optim.Optimizer | None = None,
+    limit: int = 64,
+) -> WhatIf:
+    """Measure, layer by layer, in which formats a model can be trained; on any device.
+
+    Each layer's own results (product, gradients of inputs and weight matrices) are computed in
+    float32 and in the formats, from the same inputs and output gradients, and compared by cosine.
+    The model, its buffers and gradients, the optimizer and the states of random numbers are
+    afterwards what they were, bit for bit.
+
+    Args:
+        model: In float32, in the mode (``train()``) in which it is to be looked at; not after
+            ``amp.initialize``.
+        loss: ``loss(model, batch)`` gives a scalar, as for ``apex bench``.
+        batches: At least 8, on the model's device; fewer decide nothing.
+        formats: Among ``"float16"``, ``"bfloat16"`` and ``"e4m3"`` (results in bfloat16, gradients
+            in e5m2, a scale for each tensor).
+        optimizer: Whose updates are compared with the precision of 16-bit weights; a copy of it
+            steps copies of the weights. ``None`` for AdamW at a learning rate of 0.001.
+        limit: The most batches that are looked at.
+
+    Returns:
+        The answer: ``print`` it, ``save`` its policy for ``amp.initialize(policy=...)``, ``plot``.
+
+    Raises:
+        TypeError: An argument is of another type, or ``loss`` gives no scalar.
+        ValueError: A format is unknown, the model is not in float32, there is no batch, or the loss
+            or a gradient is not finite in float32.
+    """
+    given = {"model": model, "loss": loss, "batches": batches, "formats": formats}
+    kinds: tuple[Any, ...] = (torch.nn.Module, Callable, Iterable, Iterable)
+    if not all(map(isinstance, given.values(), kinds)):
+        found = ", ".join(f"{name} was {type(one).__name__}" for name, one in given.items())
+        raise TypeError(
+            f"apex.debug.what_if: {found}; they must be an nn.Module, a function of it and a "
+            "batch, an iterable of batches, and a list of formats"
+        )
+    names = [formats] if isinstance(formats, str) else [*formats]
+    if not names or not all(one in [*FORMATS] for one in names):
+        raise ValueError(f"apex.debug.what_if: formats was {names!r}; allowed: {[*FORMATS]}")
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"apex.debug.what_if: limit was {limit!r}; allowed: 1 or more, 8 decide")
+    taken, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(names)]
+    wrong = [f"{n} is {p.dtype}" for n, p in model.named_parameters() if p.dtype != torch.float32]
+    wrong += [] if taken else ["batches was empty"]
+    if wrong or not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"apex.debug.what_if: {[*wrong, 'no weight requires a gradient'][0]}; pass a model in "
+            "float32 that trains (before amp.initialize), and 8 batches or more"
+        )
+    model = plain(model)
+    stance = torch.compiler.set_stance("force_eager")
+    with undisturbed(), unchanged(model, loss), torch.enable_grad(), stance:
+        study = Study(model, loss, taken, forms)
+        updates = Updates(study.parameters, optimizer)
+        return WhatIf(study, study.run(updates.step), updates)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from apex.debug.tensors import HALVES
+from apex.debug.what_if.formats import nonzero, rounded, rounded_
 
 
 class Updates:
@@ -20,38 +20,29 @@ class Updates:
 
     Args:
         weights: The parameters that the gradients are of.
-        optimizer: Whose class, options and state the copy has; ``None`` for AdamW's defaults.
+        optimizer: Which is copied with its options and state; ``None`` for AdamW's defaults.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], optimizer: Any) -> None:
-        self.weights = [torch.nn.Parameter(one.detach().clone()) for one in weights]
-        self._pending: Sequence[torch.Tensor | None] | None = None
+        self.name = "AdamW at lr 0.001" if optimizer is None else type(optimizer).__name__
         if optimizer is None:  # fused: 4 instead of 11 ms for 24 linear layers of 256 on a CPU
-            self.optimizer: Any = torch.optim.AdamW(self.weights, fused=True)
-            self.name = "AdamW at lr 0.001"
-            return
-        self.name = type(optimizer).__name__
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"apex.debug.what_if: a step of {self.name} needs a closure, to compute the loss "
-                "again, and only single steps are looked at; leave optimizer out"
-            )
-        copies = dict(zip(map(id, weights), self.weights, strict=True))
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        frozen = {id(p): p.detach().clone() for p in every if not p.requires_grad}
-        copies = {**frozen, **copies}  # its state is by the numbers of all
+            optimizer = torch.optim.AdamW(weights, fused=True)
+        memo: dict[int, Any] = {}
+        self.weights = copy.deepcopy([*weights], memo)
+        self._pending: Sequence[torch.Tensor | None] | None = None
         try:
-            groups = [
-                {**group, "params": [copies[id(p)] for p in group["params"]]}
-                for group in optimizer.param_groups
-            ]
-            self.optimizer = type(optimizer)(groups)  # without the hooks on the first
-            self.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if not {id(p) for p in stepped if p.requires_grad} <= memo.keys():
+                raise ValueError("it steps weights that the model has not")
+            self.optimizer = copy.deepcopy(optimizer, memo)  # without the hooks on the first
+            if type(optimizer).__getstate__ is torch.optim.Optimizer.__getstate__:
+                own = vars(optimizer).keys() - vars(self.optimizer).keys()  # torch leaves them out
+                for name in own - {"step", "zero_grad"}:  # which schedulers put there
+                    setattr(self.optimizer, name, copy.deepcopy(getattr(optimizer, name), memo))
+        except Exception as error:
             raise TypeError(
                 f"apex.debug.what_if: the {self.name} cannot be made again for copies of the "
-                "model's weights, from param_groups and state_dict(); leave optimizer out"
+                f"model's weights, by copy.deepcopy ({error}); leave optimizer out"
             ) from error
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -66,18 +57,25 @@ class Updates:
                 # fused AdamW reads a gradient as if its strides were the weight's
                 gradient = torch.empty_like(weight.detach()).copy_(gradient)
             weight.grad = gradient
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            raise TypeError(
+                f"apex.debug.what_if: a single step of a copy of the {self.name}, with dense "
+                f"gradients and without a closure, failed ({error}); leave optimizer out"
+            ) from error
 
     def lost(self) -> dict[str, float]:
         """Of each 16-bit type the share of the last updates that weights in it would lose."""
         before = [weight.detach().clone() for weight in self.weights]
         self._step(self._pending or [])
         pairs = [(old, w.detach() - old) for w, old in zip(self.weights, before, strict=True)]
-        total, found = sum(int(torch.count_nonzero(update)) for _, update in pairs), {}
+        total, found = sum(nonzero(update) for _, update in pairs), {}
         for dtype in HALVES:
             kept = 0
             for old, update in pairs:
-                narrow = old.to(dtype)
-                kept += int(torch.count_nonzero((narrow + update).to(dtype) != narrow))
+                narrow = rounded(old, dtype)
+                change = rounded_(narrow + update, dtype).sub_(narrow)
+                kept += nonzero(change.nan_to_num_())  # inf - inf
             found[str(dtype).removeprefix("torch.")] = (total - kept) / max(total, 1)
         return found

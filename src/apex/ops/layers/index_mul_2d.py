@@ -77,6 +77,13 @@ def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, idx1: torch.Tensor) -> to
                 [3., 4.]])
     """
     implementation = OP.choose(in2)
+    if implementation is None:
+        try:
+            y = _by_torch(in2, in1, idx1)
+            if y is not None:
+                return y
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            pass  # below are the words for what does not fit together
     if implementation is UNSURE or not _fit(in1, in2, idx1):
         implementation = UNSURE
         check("index_mul_2d", in1, in2, idx1)
@@ -92,6 +99,15 @@ def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, idx1: torch.Tensor) -> to
     except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
         check_index("index_mul_2d", in1, idx1)
         raise
+
+
+def _by_torch(in2: torch.Tensor, in1: Any, index: Any) -> torch.Tensor | None:
+    """Few elements by torch's functions, which check devices and numbers of rows."""
+    dtype = in2.dtype
+    if dtype not in WIDE or in1.dtype != dtype or in2.dim() != 2 or index.dtype != torch.int64:
+        return None
+    rows = torch.embedding(in1, index)
+    return rows * in2 if rows.shape == in2.shape else None
 
 
 def _fit(in1: Any, in2: torch.Tensor, index: Any) -> bool:

@@ -55,12 +55,15 @@ def reference(t: Tensor, cos: Tensor, sin: Tensor, positions: Optional, dim: int
     shape = [1] * x.dim()
     shape[dim], shape[-2 if groups > 1 else -1], shape[-1] = t.shape[dim], groups, rotated
     cos, sin = (_at(table, positions, t).view(shape) for table in (cos, sin))
-    x = x.to(cos.dtype)
-    x_1, x_2 = x.chunk(2, -1)
-    y = torch.addcmul(x * cos, torch.cat([-x_2, x_1], -1), sin).to(t.dtype)
+    y = _turned(x.to(cos.dtype), cos, sin).to(t.dtype)
     y = y if rest is None else torch.cat([y, rest], -1)
     y = y.flatten(3) if groups > 1 else y
     return y.contiguous()  # products have the strides of t, and the caller may ask for others
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x_1, x_2 = x.chunk(2, -1)
+    return torch.addcmul(x * cos, torch.cat([-x_2, x_1], -1), sin)
 
 
 def _at(table: Tensor, positions: Optional, t: Tensor) -> Tensor:
@@ -135,6 +138,46 @@ class Rotation(NamedTuple):
     def back(self, dy: Tensor) -> Tensor:
         """The gradient of ``t`` from that of the result."""
         return self._replace(sin=transposed(self.sin)).rotate(dy)
+
+
+def rotate_by_angles(t: Tensor, freqs: Tensor, transpose: bool) -> Tensor:
+    """Rotate by :func:`by_angles`; of few elements by torch's functions, after one decision."""
+    if not transpose and OP.choose(t) is None and _fit(t, freqs):
+        return _rotated(t, freqs.cos(), freqs.sin())
+    return by_angles(t, freqs, transpose).rotate(t)
+
+
+def rotate_by_tables(t: Tensor, cos: Tensor, sin: Tensor, transpose: bool) -> Tensor:
+    """The same by :func:`by_tables`."""
+    small = not transpose and OP.choose(t) is None
+    if small and _fit(t, cos) and _fit(t, sin) and cos.shape == sin.shape:
+        return _rotated(t, cos, sin)
+    return by_tables(t, cos, sin, transpose).rotate(t)
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The definition where tables have a row for each position and broadcast as they are."""
+    rotated, dtype = cos.shape[-1], t.dtype
+    x = t if t.shape[-1] == rotated else t[..., :rotated]
+    y = _turned(x if dtype == torch.float32 else x.float(), cos, sin).to(dtype)
+    return (y if x is t else torch.cat([y, t[..., rotated:]], -1)).contiguous()
+
+
+def _fit(t: Tensor, table: Tensor) -> bool:
+    """Whether plain tensors are such: the usual case, for which nothing else has to be asked."""
+    if type(table) not in _runtime.PLAIN or t.dim() != 4 or table.dim() != 4:
+        return False
+    rows, one, other, rotated = table.shape
+    return (
+        one == other == 1
+        and rows == t.shape[0]
+        and rotated % 2 == 0
+        and 0 < rotated <= t.shape[3]
+        and table.dtype == torch.float32
+        and t.dtype in _runtime.DTYPES
+        and table.device == t.device
+        and not table.requires_grad
+    )
 
 
 # -- what to rotate by, with checks; all raise ArgumentError --------------------------------------

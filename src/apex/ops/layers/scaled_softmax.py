@@ -155,12 +155,46 @@ def scaled_softmax(
 ) -> torch.Tensor:
     """Check the arguments for the function ``name`` and compute."""
     implementation = OP.choose(x)
+    if implementation is None:
+        try:
+            y = _by_torch(x, mask, float(scale), causal)
+            if y is not None:
+                return y
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # below are the words for what does not fit together
     if implementation is not UNSURE and _fit(x, mask, causal):
         if implementation is None:
             return reference(x, mask, float(scale), causal)
         return OP.compute(x, mask, (implementation, float(scale), causal))
     check(name, x, mask, causal)
     return OP(x, mask, float(scale), causal)
+
+
+def _by_torch(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor | None:
+    """Few elements by the functions of :func:`reference`, which refuse what does not broadcast.
+
+    ``None``: what takes more to check or to compute.
+    """
+    shape, dims, dtype = x.shape, x.dim(), x.dtype
+    if dtype not in FLOATS or dims < 2 or not x.numel():
+        return None
+    z = x * scale if dtype in WIDE else x.float() * scale
+    if mask is None:
+        if causal and shape[-2] != shape[-1]:
+            return None
+        y = softmax(z, True, False) if causal else torch.softmax(z, -1)
+    else:
+        if causal or type(mask) is not torch.Tensor or not mask.dim() == dims <= 4:
+            return None
+        if mask.dtype == torch.uint8:
+            mask = mask == 1
+        elif mask.dtype != torch.bool:
+            return None
+        z = torch.where(mask, MASKED, z)
+        if z.shape != shape:
+            return None
+        y = torch.softmax(z, -1).masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
+    return y if dtype in WIDE else y.to(dtype)
 
 
 def _fit(x: torch.Tensor, mask: Any, causal: bool) -> bool:

@@ -31,7 +31,7 @@ import torch
 
 from apex.kernels._tables import Table
 from apex.ops import _runtime
-from apex.ops.lists.pointer_tables import TABLES
+from apex.ops.lists.pointer_tables import TABLES, Known
 from apex.ops.lists.quantized import (
     BLOCK,
     Quantized,
@@ -43,7 +43,9 @@ from apex.ops.lists.quantized import (
 )
 from apex.ops.lists.tensor_lists import (
     Scalar,
+    TensorColumn,
     TensorList,
+    addresses_of,
     joined,
     numels_of,
     odd_positions,
@@ -117,13 +119,14 @@ class _Call(NamedTuple):
     flags: tuple[int, ...]
     largest: bool
     dense: bool
+    also: Sequence[TensorList] | None
 
     @property
     def device(self) -> torch.device:
         return self.columns[0][0].device
 
 
-def run(
+def run(  # noqa: PLR0913 - one launch; all but four have a default
     update: Update,
     columns: Sequence[TensorList],
     stores: tuple[tuple[int, int], ...],
@@ -137,6 +140,7 @@ def run(
     flags: tuple[int, ...] = (),
     largest: bool = False,
     dense: bool = False,
+    also: Sequence[TensorList] | None = (),
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns, in place.
 
@@ -157,6 +161,8 @@ def run(
         largest: Take the largest instead of the sum, of values that are at least 0; nan wins.
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.tensor_lists.odd_positions`.
+        also: Columns that the caller's next call writes: autograd is told of them with those that
+            this one writes, in one pass over all. ``None`` in that next call.
 
     Returns:
         With ``sums``: float32 ``(len(sums), positions)``, not defined where ``noop`` is set.
@@ -165,16 +171,21 @@ def run(
         return torch.zeros(len(sums), 0, device="cpu", dtype=torch.float32) if sums else None
     flags = flags if flag is not None else ()
     call = _Call(
-        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense
+        update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense,
+        also,
     )  # fmt: skip
     dtypes = {column[0].dtype for column in columns}
     if codec.quantized:
         dtypes.discard(torch.uint8)
-    if not _runtime.can_fuse(columns[0][0].device) or not dtypes <= FUSABLE:
-        return _reference(call)
-    odd = [] if call.dense else odd_positions(columns)
-    if not odd:
+    fuses = _runtime.can_fuse(columns[0][0].device) and dtypes <= FUSABLE
+    odd = odd_positions(columns) if fuses and not call.dense else []
+    if fuses and not odd:
         return _fused(call)
+    if also:  # as `_fused` does
+        torch.autograd.graph.increment_version(chain.from_iterable(also))
+        call = call._replace(also=())
+    if not fuses:
+        return _reference(call)
     others = sorted({*range(len(columns[0]))}.difference(odd))
     parts = [(odd, _reference(_part(call, odd)))]
     if others:
@@ -359,13 +370,72 @@ def _fused(call: _Call) -> torch.Tensor | None:
     if quantized:
         more = _of_codes(call, shapes, tables[len(call.columns) :])
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
-    torch.autograd.graph.increment_version(chain.from_iterable(written))
-    return kernels.launch(
+    if call.also is not None:
+        torch.autograd.graph.increment_version(chain.from_iterable([*written, *call.also]))
+    known, repeats, what = None, list[Any](), None
+    if call.noop is None and not call.sums and torch.Tensor not in {*map(type, call.scalars)}:
+        what = call.update, call.stores, call.codec, _dtypes(call.columns)
+        known = _place_of(call, sizes, what)
+    found = kernels.launch(
         layout,
         tables[: len(call.columns)],
         [column[0].dtype for column in call.columns],
         _jitted(call.update.kernel), call.stores, call.update.scalars._fields, call.scalars,
         noop=call.noop, sums=call.sums, codec=_jitted(call.codec.kernel), seed=call.seed,
-        largest=call.largest,
-        flag=call.flag, flags=call.flags, **more,
+        largest=call.largest, flag=call.flag, flags=call.flags,
+        repeats=None if known is None else repeats, **more,
     )  # fmt: skip
+    if known is not None and repeats:
+        known.repeat = what, repeats[0]
+    return found
+
+
+# What decides, beside addresses and sizes, how an update over lists is launched: the update, its
+# stores, the codec, the columns' dtypes.
+What = tuple[Update, tuple[tuple[int, int], ...], Codec, tuple[torch.dtype, ...]]
+
+
+def _dtypes(columns: Sequence[TensorList]) -> tuple[torch.dtype, ...]:
+    return tuple([column[0].dtype for column in columns])
+
+
+def _place_of(call: _Call, sizes: tuple[int, ...], what: What) -> Known | None:
+    """Where to note how an optimizer's call is launched; ``None`` if that is noted already."""
+    if call.codec.quantized or {*map(type, call.columns)} != {TensorColumn}:
+        return None
+    if _runtime.capturing():
+        return None
+    known = TABLES.known(sizes, addresses_of(call.columns), call.device)
+    if known is not None and known.repeat is not None and known.repeat[0] == what:
+        return None
+    return known
+
+
+def ready(
+    what: What,
+    numels: tuple[int, ...],
+    addresses: list[tuple[int, ...]],
+    device: torch.device,
+) -> Callable[[tuple[float, ...]], None] | None:
+    """Find what launches an update over lists again, where it has run before.
+
+    For a caller that knows that nothing but numbers is other than then. The caller tells autograd
+    of what is written.
+
+    Args:
+        what: What decides how it is launched.
+        numels: Elements of each tensor.
+        addresses: Where the tensors of each column begin.
+        device: Where the tensors are.
+
+    Returns:
+        A function of the scalars, which are floats of Python; ``None`` where :func:`run` is to run.
+    """
+    if not _runtime.can_fuse(device) or _runtime.capturing():
+        return None
+    known = TABLES.known(numels, addresses, device)
+    if known is None or known.repeat is None:
+        return None
+    then, repeat = known.repeat
+    launch: Callable[[tuple[float, ...]], None] | None = repeat.launch if then == what else None
+    return launch

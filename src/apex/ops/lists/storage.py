@@ -193,6 +193,8 @@ def run_stored(
     columns: Sequence[TensorList],
     scalars: tuple[Scalar, ...],
     options: StepOptions,
+    *,
+    told: bool = False,
 ) -> None:
     """Run an optimizer's update on weights stored in some way.
 
@@ -201,8 +203,9 @@ def run_stored(
         columns: Gradients, weights, states.
         scalars: Of the update.
         options: Skipping and storage.
+        told: Whether autograd has been told of what is written.
     """
-    stores = _stores(
+    stores = stores_of(
         len(columns) - 2, options.write_grads, options.extra is not None, options.storage is PLAIN
     )
     if options.extra is not None:
@@ -214,11 +217,14 @@ def run_stored(
     run(
         update, columns, stores, scalars, noop=options.noop,
         codec=options.storage.codec(options.quantized), seed=seed, dense=options.dense,
+        also=None if told else (),
     )  # fmt: skip
 
 
 @functools.cache
-def _stores(states: int, grads: bool, extra: bool, plain: bool) -> tuple[tuple[int, int], ...]:
+def stores_of(
+    states: int, grads: bool = False, extra: bool = False, plain: bool = True
+) -> tuple[tuple[int, int], ...]:
     """Which new value is written to which column."""
     stores = [(PARAM + i, i) for i in range(1 + states)]
     if grads:

@@ -29,7 +29,7 @@ float64, transforms and gradients of gradients take the definition, with all log
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
-from apex.ops._op import op
+from apex.ops._op import UNSURE, op
 from apex.ops.layers import dense
 from apex.ops.losses import cross_entropy as rows_op
 
@@ -299,7 +299,16 @@ def linear_cross_entropy(
     """
     smoothing, ignore_index = float(label_smoothing), int(ignore_index)
     _check_options(smoothing, reduction, chunk_size, acc_policy, acc_dtype)
-    _check_tensors(input, weight, targets, bias)
+    if OP.choose(input) is UNSURE or not _fit(input, weight, targets, bias):
+        _check_tensors(input, weight, targets, bias)
+    elif (
+        chunk_size is None
+        and acc_policy == "balanced"
+        and input.dim() == 2
+        and input.shape[0] * weight.shape[0] <= LEAST
+    ):
+        args = (input, weight, bias, targets, smoothing, ignore_index)
+        return _refusing_labels(reference, *args, reduction)
     x, weight, bias = OP.cast(input, weight, bias)
     if acc_policy == "compact":
         acc_dtype = _checked_acc_dtype(acc_dtype, weight)
@@ -314,19 +323,25 @@ def linear_cross_entropy(
     wanted = [t is not None and t.requires_grad for t in (x, weight, bias)]
     known = reduction != "none" and x.dtype != torch.float16  # all but one factor of gradients
     known = known and torch.is_grad_enabled() and any(wanted)
+    if plain:
+        with _runtime.without_autocast(x.device.type):
+            loss = _refusing_labels(reference, *args, reduction)
+    elif known:
+        loss = _refusing_labels(_called, *args, reduction, chunk_size or 0, wanted, acc_dtype)
+    else:
+        losses = _refusing_labels(OP, *args, "none", chunk_size or 0, [False] * 3, acc_dtype)
+        loss = _reduced(losses, targets, ignore_index, reduction)
+    return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
+
+
+def _refusing_labels(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """Call it; where an index is out of range say which row and what is allowed."""
     try:
-        if plain:
-            with _runtime.without_autocast(x.device.type):
-                loss = reference(*args, reduction)
-        elif known:
-            loss = _called(*args, reduction, chunk_size or 0, wanted, acc_dtype)
-        else:
-            losses = OP(*args, "none", chunk_size or 0, [False] * 3, acc_dtype)
-            loss = _reduced(losses, targets, ignore_index, reduction)
-    except IndexError:  # PyTorch's says neither which row nor what is allowed
+        return function(*args)
+    except IndexError:
+        weight, targets, ignore_index = args[1], args[3], args[5]
         rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
         raise
-    return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
 def _called(x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -368,6 +383,18 @@ def _check_options(
         said = f"acc_dtype is {acc_dtype}; it goes with acc_policy='compact'. Pass None, or that."
     if said:
         raise ArgumentError(f"linear_cross_entropy: {said}")
+
+
+def _fit(x: torch.Tensor, weight: torch.Tensor, targets: Any, bias: Optional) -> bool:
+    """Whether :func:`_check_tensors` has nothing to say about plain tensors."""
+    return (
+        dense.fit(x, weight, bias)
+        and type(targets) is torch.Tensor
+        and targets.dtype == torch.int64
+        and targets.device == x.device
+        and targets.shape == x.shape[:-1]
+        and weight.shape[0] > 0
+    )
 
 
 def _check_tensors(

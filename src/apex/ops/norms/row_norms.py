@@ -131,16 +131,29 @@ def norm(
     """
     operation = MEMORY_EFFICIENT if memory_efficient else OP
     implementation = operation.choose(x)
+    if implementation is row_norm_pieces:
+        pays = row_norm_pieces.pays(x, centered, memory_efficient)
+        implementation = implementation if pays else None
     if implementation is None:
         try:
-            if _is_torchs(x, weight, bias, centered):  # what F.layer_norm calls
-                if centered:
+            dtype = x.dtype
+            if (  # torch's function alone, which checks sizes itself
+                (weight is None or weight.dtype == dtype)
+                and (bias is None or (weight is not None and bias.dtype == dtype))
+                and dtype in FLOATS
+            ):
+                if not centered:
+                    return torch.rms_norm(x, shape, weight, eps)
+                if dtype in WIDE or not x.is_cpu:  # what F.layer_norm calls
                     return torch.layer_norm(x, shape, weight, bias, eps)
-                return torch.rms_norm(x, shape, weight, eps)
+                return _widened(x, weight, bias, shape, eps)
         except (AttributeError, RuntimeError, TypeError):
             pass  # below are the words for what does not fit together
     elif implementation is not UNSURE and _fit(x, weight, bias, shape):
         dtypes = (x.dtype, x.dtype) if memory_efficient else (x.dtype,)
+        if implementation is row_norm_pieces and not torch.is_grad_enabled():
+            tensors = operation._dense((x, weight, bias), range(3))
+            return row_norm_pieces.forward(*tensors, shape, eps, centered, *dtypes)[0]
         how = (implementation, shape, eps, centered, *dtypes)
         return operation.compute(x, weight, bias, how)
     x, weight, bias = OP.cast(x, weight, bias)
@@ -152,14 +165,13 @@ def norm(
     return OP(x, weight, bias, shape, eps, centered, dtype)
 
 
-def _is_torchs(x: torch.Tensor, weight: Any, bias: Any, centered: bool) -> bool:
-    """Whether a small norm is torch's function alone, which checks sizes itself."""
-    dtype = x.dtype
-    return (
-        (weight is None or weight.dtype == dtype)
-        and (bias is None or (weight is not None and bias.dtype == dtype))
-        and dtype in (WIDE if centered and x.is_cpu else FLOATS)
-    )
+def _widened(
+    x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float
+) -> torch.Tensor:
+    """Layer norm of 16 bits where torch's would round sums of gradients to them."""
+    weight = None if weight is None else weight.float()
+    bias = None if bias is None else bias.float()
+    return torch.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
 
 
 def _fit(x: torch.Tensor, weight: Any, bias: Any, shape: Any) -> bool:

@@ -170,6 +170,7 @@ def lamb_stages(
         sums=(3, 4) if hyper.adapts else (),
         codec=codec,
         dense=options.dense,
+        also=[params] if options.extra is None else [params, options.extra],
     )
     if sums is None:
         rates: Scalar = hyper.lr
@@ -177,7 +178,7 @@ def lamb_stages(
         whole = yield Sums(sums)
         rates = hyper.rates(*whole.sqrt().unbind())
     second = options._replace(factor=1.0, write_grads=False, quantized=())
-    run_stored(APPLY, [terms, params], ApplyScalars(rates), second)
+    run_stored(APPLY, [terms, params], ApplyScalars(rates), second, told=True)
 
 
 # -- torch's fused Adam on a CPU -----------------------------------------------------------------

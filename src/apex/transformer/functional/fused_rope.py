@@ -25,7 +25,7 @@ def fused_apply_rotary_pos_emb(
         >>> fused_apply_rotary_pos_emb(t[None, None, None], freqs[None, None, None]).round()
         tensor([[[[-0., 1., 5.]]]])
     """
-    return ops.by_angles(t, freqs, transpose_output_memory).rotate(t)
+    return ops.rotate_by_angles(t, freqs, transpose_output_memory)
 
 
 @left_to_python
@@ -33,7 +33,7 @@ def fused_apply_rotary_pos_emb_cached(
     t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False
 ) -> Tensor:
     """Do the same by cos and sin, both of the shape of ``freqs``; their halves may differ."""
-    return ops.by_tables(t, cos_, sin_, transpose_output_memory).rotate(t)
+    return ops.rotate_by_tables(t, cos_, sin_, transpose_output_memory)
 
 
 @left_to_python

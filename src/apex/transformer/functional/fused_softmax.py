@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from apex.ops._check import ArgumentError
-from apex.ops._dtypes import Optional, wide
+from apex.ops._check import FLOATS, ArgumentError
+from apex.ops._dtypes import WIDE, Optional
 from apex.ops._function import Applied
+from apex.ops._runtime import PLAIN
 from apex.ops.layers import scaled_softmax as ops
 from apex.ops.norms._scripted import left_to_python
 from apex.transformer.enums import AttnMaskType
@@ -183,8 +184,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         Returns:
             Of the shape and dtype of the scores; in autocast's dtype under ``torch.autocast``.
         """
-        ops.check(type(self).__name__, input)
-        if input.dim() != 4:
+        if not isinstance(input, torch.Tensor) or input.dim() != 4:
+            ops.check(type(self).__name__, input)
             raise ArgumentError(
                 f"{type(self).__name__}: input has shape {list(input.shape)}; pass (batch, heads, "
                 "queries, keys)."
@@ -215,7 +216,8 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     def forward_torch_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
         """Compute with ``mask_func``, which a program may have written itself."""
         name = type(self).__name__
-        ops.check(name, input)
+        if type(input) not in PLAIN or input.dtype not in FLOATS or input.dim() < 2:
+            ops.check(name, input)
         queries, keys = input.shape[-2:]
         # A single query sees all keys; of several, fewer than keys, a mask has to say what they do.
         hides = self._causal and queries > 1 and (mask is None or queries == keys)
@@ -223,7 +225,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         if mask is None or self.mask_func is None:
             return ops.scaled_softmax(input, mask, scale, hides, name=name)
         (x,) = ops.OP.cast(input)
-        z = self.mask_func(x.to(wide(x)) * scale, mask)
+        z = self.mask_func((x if x.dtype in WIDE else x.float()) * scale, mask)
         if getattr(z, "shape", None) != x.shape:
             found = list(z.shape) if isinstance(z, torch.Tensor) else type(z).__name__
             raise ArgumentError(
