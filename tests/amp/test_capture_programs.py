@@ -737,3 +737,18 @@ def test_masters_that_the_function_takes_itself_may_be_written():
         return step(x_of(number))
 
     is_equal(work, call, 9)
+
+
+def test_masters_keep_their_bits_where_an_average_is_evaluated_between_replays():
+    def call(program, step, number):
+        if number in (6, 9):
+            weights = [*program.model.parameters()]
+            own = [weight.detach().clone() for weight in weights]
+            for factor in (2.0, 1.0):
+                with torch.no_grad():
+                    for weight, value in zip(weights, own, strict=True):
+                        weight.copy_(value * factor)
+                    program.model(x_of(number))
+        return step(x_of(number))
+
+    is_equal(lambda program: program.step, call, replays=9)

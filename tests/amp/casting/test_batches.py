@@ -331,6 +331,7 @@ class Padded:
         self.x, self.mask, self.others = x, mask, [ids]
 
     def to(self, where):
+        assert self.mask.type() == "torch.BoolTensor"
         return Padded(self.x.to(where), self.mask.to(where), self.others[0].type(where))
 
 

@@ -353,6 +353,22 @@ def test_activations_that_wait_on_the_cpu_keep_their_type(level):
     assert_same(train(torch.autograd.graph.save_on_cpu()), train(contextlib.nullcontext()))
 
 
+@pytest.mark.parametrize("recompute", [None, "once"])
+def test_a_program_that_copies_to_the_cpu_in_a_checkpoint_gets_float32(recompute):
+    """A checkpoint has hooks for saved tensors too, which call no ``cpu``."""
+
+    class Logging(Net):
+        def body(self, x):
+            y = self.linear(x)
+            with torch.no_grad():
+                self.seen = y.cpu()
+            return y
+
+    model, _ = start("O1", Logging(recompute))
+    y = model(torch.ones(3, 6))
+    assert (y.dtype, model.seen.dtype) == (torch.float16, torch.float32)
+
+
 class Nested(nn.Module):
     """Recomputes, in a recomputation, a function that the first training has registered."""
 

@@ -156,6 +156,37 @@ def test_what_a_weight_had_before_is_forgotten_by_a_step():
     assert torch.equal(model.state_dict()["weight"], own.float())
 
 
+def loaded(model, master, value):
+    model.load_state_dict({"weight": value.clone()})
+
+
+def written(model, master, value):
+    with torch.no_grad():
+        master.copy_(value)
+    output(model)
+
+
+def both_written(model, master, value):
+    with torch.no_grad():
+        model.weight.copy_(value)
+    written(model, master, value)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("give", [loaded, written, both_written])
+@mastered
+def test_a_value_that_a_master_was_given_is_newer_than_what_its_weight_had_before(level, give):
+    model, optimizer = start(level)
+    (master,) = optimizer.param_groups[0]["params"]
+    own = model.weight.data.clone()
+    put(model, own + 0.1)
+    evaluate(model, optimizer)
+    give(model, master, own.float())  # it rounds to what VALUE rounds to
+    put(model, own.clone())
+    evaluate(model, optimizer)
+    assert torch.equal(master, own.float())
+
+
 @mastered
 def test_both_written_alike_keep_the_master(level):
     model, optimizer = start(level)

@@ -70,7 +70,8 @@ class _FloatingOnly(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _CONVERSIONS and not args[0].is_floating_point():
+        is_asked = len(args) == 1 and not kwargs  # type() says what type it is
+        if func in _CONVERSIONS and not (is_asked or args[0].is_floating_point()):
             return args[0]
         return func(*args, **(kwargs or {}))
 

@@ -288,14 +288,15 @@ def _unless_saved(function: Callable[..., Any]) -> Callable[..., Any]:
     """Leave ``Tensor.cpu`` alone where a pack hook calls it, as ``save_on_cpu`` does.
 
     A backward needs the tensor in the type in which its forward has saved it. torch calls pack
-    hooks with gradients off.
+    hooks with gradients off. Those of a checkpoint call no ``cpu``: there the program does.
     """
     cast = _wrap(_key(torch.Tensor, "cpu"), function, native=True)
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        is_saved = not torch.is_grad_enabled() and hooks(True) is not None
+        found = None if torch.is_grad_enabled() else hooks(True)
+        is_saved = found and getattr(found[0], "__module__", "") != "torch.utils.checkpoint"
         return (function if is_saved else cast)(*args, **kwargs)
 
     return wrapper

@@ -100,6 +100,7 @@ def broadcast_parameters(weights: Sequence[torch.Tensor], group: Any) -> None:
     rows = [(w, m) for w, m in zip(weights, masters, strict=True) if m is not None]
     for weight, master in rows:
         master.refresh(weight)
+        master.before = None
     both = zip(weights, masters, strict=True)
     flat.broadcast([w if master is None else master.tensor for w, master in both], group)
     for weight, master in rows:  # .data: a forward may have saved the weight for its backward

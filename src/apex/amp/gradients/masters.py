@@ -33,7 +33,8 @@ class Master:
         waiting: ids of the ledgers whose optimizers share this master and have yet to step.
         before: Its value before a weight that was written meanwhile, which the program may put
             back: an average for an evaluation, an attack between two backwards. It costs 4 bytes
-            for each element of such a weight, until the next step at the latest.
+            for each element of such a weight, until the next step at the latest. A value that is
+            loaded into the master, or written to it, is newer: then it is dropped.
     """
 
     __slots__ = (
@@ -90,6 +91,7 @@ class Master:
             if not may_return:
                 self.before = None
             return
+        self.before = None
         within = torch.finfo(weight.dtype).eps
         before = self.tensor.detach().clone()
         self.refresh(weight, within=within)
@@ -105,6 +107,7 @@ class Master:
     @torch.no_grad()
     def load(self, weight: torch.Tensor, value: torch.Tensor) -> None:
         """Take the float32 ``value``, which has just been loaded, rounded, into ``weight``."""
+        self.before = None
         value = value.to(device=weight.device, dtype=self.tensor.dtype)
         same = value.to(weight.dtype) == weight
         self.tensor.copy_(torch.where(same, value, weight.to(self.tensor.dtype)))

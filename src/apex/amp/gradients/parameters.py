@@ -218,6 +218,7 @@ class Pairs:
                 elif is_weight_written:
                     table.pop(weight)
                 elif counts_as_written:
+                    master.before = None if is_written else master.before
                     rounded.append(row)
             if rounded:
                 weights, tensors, _ = zip(*rounded, strict=True)

@@ -26,6 +26,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from apex._program import stacklevel
+from apex.amp.gradients.masters import table
 from apex.amp.graphs import arguments as kinds
 from apex.amp.graphs import device as devices
 from apex.amp.graphs.followed import Followed, is_settled, state_to_capture
@@ -292,6 +293,8 @@ class CapturedStep(Generic[_Results]):
             torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
         self._device_graph.replay()
         self.replays += 1
+        if table.with_before:  # as a step does
+            table.forget_before()
         graph.reports.after_replay()
         results: _Results = kinds.rebuilt(graph.results, torch.clone, kinds.only_none)
         return results
