@@ -92,6 +92,10 @@ def weight_decay(program):
     program.optimizer.param_groups[0]["weight_decay"] = 0.25
 
 
+def eps_inside(program):
+    program.optimizer.eps_inside_sqrt = True
+
+
 def load_optimizer(program):
     program.optimizer.load_state_dict(copy.deepcopy(program.saved[0]))
 
@@ -156,7 +160,7 @@ FOLLOWED = [
     (write_scale, "static", True), (growth, "O1", True), (hook, "O1", True),
     (gradient_hook, "O1", True), (evaluate, "O2", False), (backward, "O1", False),
     (more_groups, "O1", True), (new_state, "O1", True), (write_masters, "O2", False),
-    (write_masters, "O1", False),
+    (write_masters, "O1", False), (eps_inside, "O1", True),
 ]  # fmt: skip
 
 
@@ -621,6 +625,21 @@ def test_an_optimizer_inside_of_a_wrapper_is_the_wrappers():
     single, replayed, step = both_ways("O1", make, STATIC, steps=10)
     assert equal(single, replayed)
     assert step.replays > 0
+
+
+def test_numbers_of_a_wrapper_are_followed():
+    """LARC's are attributes, and not in its groups."""
+    found = []
+    for captured in (False, True):
+        program = Program("O1", lambda p: LARC(MAKERS["FusedSGD"](p)), STATIC)
+        step = amp.capture(program.step) if captured else program.step
+        for number in range(10):
+            if number == 6:
+                program.optimizer.trust_coefficient = 2.0
+            step(batch(1, overflows=False))
+        found.append([*program.model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert step.replays == 10 - 3 - 1
 
 
 def test_no_capture_while_first_steps_are_skipped():

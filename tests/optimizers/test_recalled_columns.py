@@ -3,6 +3,7 @@
 What is kept of columns, and the launches over them that are made again with other numbers.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -179,6 +180,13 @@ def another_scale(optimizer, params):
     optimizer.most_recent_scale = 2.0
 
 
+def a_rate_in_an_array(optimizer, params):
+    """NumPy's, which each step writes in place."""
+    rate = np.array(0.5)
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.register_step_post_hook(lambda *_: np.multiply(rate, 0.5, out=rate))
+
+
 def test_a_state_that_is_not_stepped_is_seen(again):
     """Without momentum there are no slots to look for."""
     for forgets in (False, True):
@@ -186,7 +194,9 @@ def test_a_state_that_is_not_stepped_is_seen(again):
         assert torch.equal(found[1], found[-1])
 
 
-@pytest.mark.parametrize("edit", [nothing, late_decay, looks_ahead, another_scale])
+@pytest.mark.parametrize(
+    "edit", [nothing, late_decay, looks_ahead, another_scale, a_rate_in_an_array]
+)
 def test_numbers_of_a_launch_are_those_of_now(edit, again):
     options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.25}
     found, _ = _trained(FusedSGD, options, edit, False)

@@ -40,7 +40,7 @@ def said(function, *args, **kwargs):
 
 
 def equal(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+    assert torch.equal(found, wanted)
 
 
 # -- parallel_state --------------------------------------------------------------------------------

@@ -40,23 +40,25 @@ def repeated(optimizer: Any, found: Recalled, factor: Any) -> bool:
     for groups, (numels, addresses) in zip(found.together, pieces, strict=True):
         group = groups[0].group
         update = optimizer._elementwise(group)
-        # Of a tensor a launch passes the address.
         values = (*map(group.get, names),)
-        if not _PYTHONS.issuperset(map(type, values)) and any(map(isinstance, values, _TENSOR)):
-            return False
+        is_python = _PYTHONS.issuperset(map(type, values))
+        if not is_python and any(map(isinstance, values, _TENSOR)):
+            return False  # of a tensor a launch passes the address
         launch = update and ready((update, *last.how), numels, addresses, device)
         if launch is None:
             return False
-        launches.append((group, values, launch))
+        launches.append((group, values, is_python, launch))
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     torch.autograd.graph.increment_version(found.flat[len(every) :])
     if optimizer._counts_steps:
         count_steps(optimizer.param_groups, None)
-    for place, (group, values, launch) in enumerate(launches):
-        # Without steps they are those of an earlier step as long as nothing is changed.
+    for place, (group, values, is_python, launch) in enumerate(launches):
+        # Without steps they are those of an earlier step as long as nothing is changed; an array
+        # of NumPy may have been written in place.
         of = factor, values, *map(vars(optimizer).get, names)
         known = last.numbers.get(place)
-        if optimizer._counts_steps or known is None or known[0] != of:
+        is_kept = known is not None and is_python and not optimizer._counts_steps
+        if not is_kept or known[0] != of:
             numbers = optimizer._numbers_of(group, device).scalars(factor)
             known = last.numbers[place] = of, tuple(map(float, numbers))
         launch(known[1])

@@ -85,8 +85,7 @@ class Master:
         """
         if not both:
             if may_return and self.before is None:
-                self.before = self.tensor.detach().clone()
-                table.with_before.append(weakref.ref(self))
+                table.keep_before(self)
             self.refresh(weight)
             if not may_return:
                 self.before = None
@@ -161,6 +160,12 @@ class MasterTable:
                 self._weights.pop(master.tensor, None)
                 self.changes += 1
         return master
+
+    def keep_before(self, master: Master) -> None:
+        """Keep the value of a master whose weight was written."""
+        with self._lock:
+            master.before = master.tensor.detach().clone()
+            self.with_before.append(weakref.ref(master))
 
     def forget_before(self) -> None:
         """Free the values that written weights were not given back."""

@@ -5,8 +5,9 @@ before was skipped. What it takes for given is compared with what it was at the 
 
 | changed since | looked at | what follows |
 |---|---|---|
-| another number of a group, a static loss scale, numbers of a scaler, hooks, loaded state of an \
-optimizer, groups, gradients that the function adds to | before each call | a new capture |
+| another number of a group or an optimizer, a static loss scale, numbers of a scaler, hooks, \
+loaded state of an optimizer, groups, gradients that the function adds to | before each call | \
+a new capture |
 | amp was reset, a watch of apex.debug was put on | before each call | an error |
 | ``model.train()``, ``model.eval()`` | before each call | it runs without the graph |
 | memory of a weight, a buffer or a state, modules, ``requires_grad``, masters or 16-bit weights \
@@ -44,6 +45,7 @@ _OF_SCALER = {
     "_backoff_factor": "backoff_factor", "_min_loss_scale": "min_loss_scale",
     "_max_loss_scale": "max_loss_scale",
 }  # fmt: skip
+_NUMBERS = (float, int, bool)
 # What groups have besides numbers, or count.
 _COUNTED = ("params", "step", "initial_lr")
 _STATE = "an optimizer's state (load_state_dict) or groups"
@@ -240,6 +242,9 @@ class Followed:
     def _looked_at(self) -> Iterator[Row]:
         """What is looked at before each call; :meth:`_change` knows of the last two."""
         yield from numbers_of(self.optimizers, [rate.group for rate in self._rates])
+        for one in map(vars, self._with_wrapped()):  # LARC's trust_coefficient
+            names = [name for name, x in one.items() if name[0] != "_" and type(x) in _NUMBERS]
+            yield one.get, names, names
         for training in self._trainings:
             for scaler in training.loss_scalers:
                 yield vars(scaler).get, [*_OF_SCALER], [*_OF_SCALER.values()]
@@ -326,11 +331,15 @@ class Followed:
         trained = [x.requires_grad for x in tensors if id(x) not in self._toggled]
         return list(map(id, modules)), [*addresses(tensors)], trained
 
+    def _with_wrapped(self) -> list[Any]:
+        """The optimizers, and those inside of wrappers."""
+        inside = [one for outer in self.optimizers for one in optimizers_inside(outer)]
+        return [*self.optimizers, *inside]
+
     def _hooks_now(self) -> list[Any]:
         """The dicts of torch with hooks in them, by number."""
-        inside = [one for outer in self.optimizers for one in optimizers_inside(outer)]
         modules = modules_of(self._trainings)
-        owners = map(vars, (*modules, *self.optimizers, *inside, torch_module, torch_optimizer))
+        owners = map(vars, (*modules, *self._with_wrapped(), torch_module, torch_optimizer))
         found = [owner.get(name) for owner in owners for name in _HOOKS]
         found += [getattr(param, name, None) for param in self._params for name in _OF_PARAM]
         return [hooks for hooks in found if hooks]
