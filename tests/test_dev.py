@@ -30,6 +30,7 @@ def dev(tmp_path, monkeypatch):
     for name, text in (("constraints.txt", PINS), ("pyproject.toml", ""), (VERSION, "")):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     module.ROOT, module.venv, module.ran, module.answer = tmp_path, tmp_path / ".venv", [], 0
     module.limits = []
 
