@@ -17,6 +17,11 @@ NO_VERSIONS = ["", "../2.9", "tests/amp", "--all"]
 REST = ["pytest", "--numprocesses=auto", "--rest"]
 FULL = ["venv", "hatchling==1.0", ".[bench,dev,docs,examples]"]
 
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+# What each of them is, on this processor and as others.
+ITS_OWN = (None, None, None)
+OTHERS = [(None, "AVX512_CORE", None), ("avx2", "AVX2", None), ("default", "SSE41", "COMPATIBLE")]
+
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not in a checkout")
 
 
@@ -30,7 +35,8 @@ def dev(tmp_path, monkeypatch):
     for name, text in (("constraints.txt", PINS), ("pyproject.toml", ""), (VERSION, "")):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     module.ROOT, module.venv, module.ran, module.answer = tmp_path, tmp_path / ".venv", [], 0
     module.limits = []
 
@@ -42,7 +48,7 @@ def dev(tmp_path, monkeypatch):
     def run(words, env=None, **streams):
         if "pip" in words:
             os.write(streams["stderr"], b"".join(b"line %d\n" % line for line in range(9)))
-        module.limits.append((env or {}).get("ONEDNN_MAX_CPU_ISA"))
+        module.limits.append(tuple((os.environ if env is None else env).get(v) for v in VARIABLES))
         module.ran.append(words[-1] if "pip" in words else words[2:])
         if module.answer is KeyboardInterrupt:
             raise KeyboardInterrupt
@@ -69,7 +75,8 @@ def test_a_bad_command_gets_one_line_and_2(words):
 
 def test_a_command_sets_up_once_and_runs_its_module(dev, capsys, monkeypatch):
     assert dev.main(["--help"]) == 0
-    commands = ("demo", "test", "check", "docs", "clients", "kernels", "gpu", "--all", "--torch")
+    commands = ("demo", "test", "check", "docs", "clients", "kernels", "gpu")
+    commands += ("--all", "--torch", "--processors")
     assert all(word in dev.USAGE for word in commands)
     assert max(map(len, dev.USAGE.splitlines())) <= 80
     assert capsys.readouterr() == (dev.USAGE, "")
@@ -148,18 +155,34 @@ def test_no_venv_module_is_said_in_one_line(dev, monkeypatch, capsys):
 def test_check(dev, capsys, monkeypatch):
     """It stops at the first failure, and passes arguments to pytest alone."""
     monkeypatch.setattr(sys, "version_info", (3, 11))  # for Sphinx
-    others = [["pytest", "-m", "onednn"]] * 2
+    others = [*[["pytest", "-m", "onednn"]] * 2, dev.TESTS]
     for words, tests in ((["--all"], [[*dev.TESTS, "--all"]]), ([], [dev.TESTS, REST])):
         dev.ran.clear()
         assert dev.check("python", words) == 0
         assert dev.ran[4:] == [*tests, *others, ["tools.gpu", "--dry"]]
-        assert dev.limits[-4:] == [None, "AVX512_CORE", "AVX2", None]
+        assert dev.limits[-5:] == [ITS_OWN, *OTHERS, ITS_OWN]
     done = "check: passed (format, lint, types, docs, tests, tests --rest, tests of AVX512_CORE"
     assert done in capsys.readouterr().out
     dev.answer, dev.ran[:] = 1, []
     assert dev.check("python", []) == 1
     assert dev.ran == [["ruff", "format", "--check"]]
     assert "check: format failed, of format, lint, types, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [[], ["tests/RNN", "-x"]])
+def test_processors(dev, given, capsys, monkeypatch):
+    """All run, whatever fails; variables of the caller are not mixed with those of another."""
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    words = ["pytest", *given] if given else dev.TESTS
+    assert dev.main(["test", *given, "--processors"]) == 0
+    assert dev.ran[3:] == [words] * 4
+    assert dev.limits[-4:] == [(None, None, "AVX2"), *OTHERS]
+    assert "test: passed, of this processor, AVX512_CORE, AVX2, SSE41\n" in capsys.readouterr().out
+    names, answers = ["this processor", *dev.PROCESSORS], iter([0, 1, 0, 2])
+    monkeypatch.setattr(dev, "run", lambda words, env: next(answers))
+    assert dev.main(["test", *given, "--processors"]) == 1
+    said = f"test: failed as {names[1]}, {names[3]}, of {', '.join(names)}\n"
+    assert said in capsys.readouterr().out
 
 
 def test_every_pin_is_exact():

@@ -105,7 +105,7 @@ torchs = pytest.mark.parametrize(("kind", "theirs", "both", "more"), TORCHS)
 
 @torchs
 def test_equals_torch(kind, theirs, both, more):
-    """Bit for bit; with dampening from the second step on: torch's fused SGD may take it earlier."""
+    """Bit for bit; torch's fused SGD may take dampening for the first gradient, too: not there."""
     left, right = parameters(), parameters()
     ours, fused = kind(left, lr=0.02, **both, **more), theirs(right, lr=0.02, fused=True, **both)
     begun = 1 if "dampening" in both else 0
