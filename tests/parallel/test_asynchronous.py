@@ -1,6 +1,7 @@
 """Each asynchronous collective is waited for before its result is read."""
 
 import ast
+import gc
 import pathlib
 
 import pytest
@@ -86,12 +87,14 @@ def sharded(model, patch, redundant=False, **options):
                 net(x).square().sum().backward()
                 one.step()
                 one.zero_grad()
+        optimizer.param_sync()
+        begun = len(network.works)
         saved, wanted = optimizer.state_dict()["state"], alone.state_dict()["state"]
+        assert len(network.works) == begun + 3 * len(optimizer._buckets)
         for number, p in enumerate(plain.parameters()):
             assert torch.equal(saved[number]["param"], p)
             for slot in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(saved[number][slot], wanted[number][slot])
-        optimizer.param_sync()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     return network
 
@@ -106,6 +109,30 @@ def sharded_in_buffers(model, patch):
 
 def sharded_and_redundant(model, patch):
     return sharded(model, patch, redundant=True)
+
+
+def sharded_and_read(model, patch):
+    """Whoever reads a parameter waits, also outside of a module and after the optimizer's end."""
+    from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+
+    other = torch.nn.Parameter(torch.ones(3))  # of no module: step itself waits
+    old = [p.detach().clone() for p in (other, *model.parameters())]
+    with late(patch, ranks=1) as network:
+        made = [
+            DistributedFusedAdam(params, lr=0.1, overlap_param_sync=True, bucket_cap_mb=1e-5)
+            for params in (model.parameters(), [other])
+        ]
+        (model(torch.ones(1, 4)).sum() + other.sum()).backward()
+        for optimizer in made:
+            optimizer.step()
+        pending = [len(optimizer._gathers) for optimizer in made]
+        assert not torch.equal(model[0].weight, old[1])
+        assert (pending, len(made[0]._gathers)) == ([4, 0], 3)
+        del made, optimizer
+        gc.collect()
+        with torch._C.DisableTorchFunctionSubclass():  # as a compiled extension reads them
+            assert not any(map(torch.equal, (other, *model.parameters()), old))
+    return network
 
 
 def a_parameter_without_a_gradient(model, patch):
@@ -163,7 +190,7 @@ def linear_that_accumulates(model, patch):
 
 
 def stages(model, patch):
-    """The first of two stages of a pipeline."""
+    """The first of two stages of a pipeline, then the second."""
     from apex.transformer import parallel_state
     from apex.transformer.pipeline_parallel import p2p_communication as p2p
 
@@ -172,12 +199,16 @@ def stages(model, patch):
         try:
             patch.setattr(parallel_state, "current_device", lambda: torch.device("cpu"))
             p2p.send_forward(torch.ones(2))
-            assert all(work.is_over for work in network.works)
+            assert [work.is_over for work in network.works] == [True]
             gradient = p2p.recv_backward((3,))
             assert gradient.tolist() == [RECEIVED] * 3
             both = p2p.send_forward_recv_backward(torch.ones(2), (2,), async_comm=True)
             assert both.tensor.isnan().all()
             assert both.get().tolist() == [RECEIVED] * 2
+            parallel_state.set_pipeline_model_parallel_rank(1)
+            p2p.send_backward(torch.ones(2), (2,))
+            assert [work.is_over for work in network.works] == [True] * 5
+            assert p2p.recv_forward((3,)).tolist() == [RECEIVED] * 3
         finally:
             parallel_state.destroy_model_parallel()
     return network
@@ -196,6 +227,7 @@ PROGRAMS = {
     sharded: {*FLAT, PRESENT},
     sharded_overlapping: {*FLAT, PRESENT},
     sharded_in_buffers: {*FLAT, PRESENT},
+    sharded_and_read: {*FLAT, PRESENT},
     sharded_and_redundant: {*FLAT, PRESENT, "ops/lists/shards.py receive"},
     a_parameter_without_a_gradient: {*FLAT, PRESENT},
     linear: {"transformer/tensor_parallel/_linear.py _backward"},
