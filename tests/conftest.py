@@ -10,6 +10,7 @@ path, node id, ``-k`` or ``-m`` is as good as ``--full``, unless ``--quick`` is 
 import dataclasses
 import functools
 import gc
+import importlib.util
 import json
 import os
 import pathlib
@@ -61,6 +62,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    _test_this_tree(config)
     _forget_families_at_changes()
     option = config.option
     if option.device == "cuda":
@@ -80,6 +82,24 @@ def pytest_configure(config):
         _import_torch()
     if not (named or is_worker or option.collectonly):
         config.stash[STARTED] = time.monotonic()
+
+
+def _test_this_tree(config):
+    """See that apex is that of this tree, here and in the processes that tests start.
+
+    The environment may have an editable install of another clone. ``pythonpath`` in pyproject.toml
+    comes before it on the path of this process alone.
+    """
+    paths = [str(path) for path in config.getini("pythonpath")]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*paths, *inherited])))
+    source = pathlib.Path(__file__).resolve().parent.parent / "src"
+    found = importlib.util.find_spec("apex")  # where it was imported from, if it was
+    if source.is_dir() and not pathlib.Path(found.origin).resolve().is_relative_to(source):
+        raise pytest.UsageError(
+            f"these tests are for {source}, but `import apex` gives {found.origin}: start pytest "
+            f"in a new process, with the settings of {source.parent / 'pyproject.toml'}"
+        )
 
 
 def _import_torch():

@@ -9,13 +9,15 @@ import types
 
 import pytest
 
+from apex.cli.command_line import COMMANDS
+
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "dev"
 PINS = "torch==2.13.0\ntriton==3; x\nnvidia-a==1\nnumpy==2.4; y\nhatchling==1.0; x\ntorchx==1\n"
 VERSION = "src/apex/__init__.py"
 NO_VERSIONS = ["", "../2.9", "tests/amp", "--all"]
 REST = ["pytest", "--numprocesses=auto", "--rest"]
-FULL = ["venv", "hatchling==1.0", ".[bench,dev,docs,examples]"]
+FULL = ["venv", "hatchling==1.0", ".[dev]"]
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
 # What each of them is, on this processor and as others.
@@ -120,7 +122,7 @@ def test_another_torch_has_its_own_environment_and_versions(dev):
     for words in (["--torch", "2.9.1", "-x"], ["-x", "--torch", "2.9.1"]):
         assert dev.main(["test", *words]) == 0
     run = [*dev.TESTS, "-x"]
-    assert dev.ran == ["venv", "torch==2.9.1", ".[bench,dev,examples]", run, run]
+    assert dev.ran == ["venv", "torch==2.9.1", ".[dev]", run, run]
     versions = (dev.ROOT / ".torch/2.9.1/constraints.txt").read_text().split()
     assert versions == ["hatchling==1.0;", "x", "torchx==1", "numpy<2.4", "torch==2.9.1"]
     assert not dev.venv.exists()
@@ -190,3 +192,39 @@ def test_every_pin_is_exact():
     pins = [line for line in lines if line and not line.startswith("#")]
     assert [line for line in pins if not re.fullmatch(r"[\w-]+==[\w.]+(; .+)?", line)] == []
     assert "torch==2.13.0" in pins
+
+
+# --- what a forge and git run --------------------------------------------------------------------
+
+
+def read(name):
+    return pytest.importorskip("yaml").safe_load((ROOT / name).read_text("utf-8"))
+
+
+def test_a_forge_runs_what_every_change_must_pass():
+    (job,) = read(".github/workflows/check.yml")["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    project = (ROOT / "pyproject.toml").read_text()
+    supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert job["strategy"]["matrix"]["python"] == [supported[0], supported[-1]]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_a_commit_is_checked_as_a_change_is(dev):
+    """With the tools of the environment; ruff formats instead of asking whether it would."""
+    (repository,) = read(".pre-commit-config.yaml")["repos"]
+    hooks = {hook["id"]: hook["entry"].split() for hook in repository["hooks"]}
+    named = {name: [word for word in hook if word[0] != "-"] for name, hook in hooks.items()}
+    assert named == {
+        name: [word for word in words if word[0] != "-"] for name, words in dev.LINTS.items()
+    }
+
+
+def test_a_report_has_what_apex_info_says():
+    """And the commands that the form names are commands."""
+    form = read(".github/ISSUE_TEMPLATE/bug.yml")
+    fields = {field["id"]: field for field in form["body"] if "id" in field}
+    assert "`apex info`" in fields["info"]["attributes"]["label"]
+    assert fields["info"]["validations"]["required"]
+    named = re.findall(r"`apex ([a-z-]+)", str(form))
+    assert {"info", "debug", "selftest"} == {*named} <= {*COMMANDS}
