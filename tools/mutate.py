@@ -206,11 +206,12 @@ class Measured:
         """
         files = {test.partition("::")[0] for test in runners}
         others = {test for test in self.seconds if test.partition("::")[0] in files} - self.red
-        chosen = [*self._ordered(runners), *self._ordered(others - runners)]
-        used = itertools.accumulate(self.seconds[test] for test in chosen)
-        return [test for test, sum_ in zip(chosen, used, strict=True) if sum_ < seconds] or chosen[
-            :1
-        ]
+        first, *rest = [*self._ordered(runners), *self._ordered(others - runners)]
+        chosen, used = [first], self.seconds[first]
+        for test in rest:
+            used += self.seconds[test]
+            chosen += [test] if used < seconds else []
+        return chosen
 
     def _ordered(self, tests: set[str]) -> list[str]:
         """Order them: the fastest case of each function, and then the other cases."""
@@ -225,11 +226,13 @@ def measure(copy: Copy, files: Sequence[str], tests: Sequence[str]) -> Measured:
     hook.mkdir()
     shutil.copyfile(traced.__file__, hook / "sitecustomize.py")
     (hook / "files").write_text("".join(f"{copy.folder / name}\n" for name in files), "utf-8")
-    plugin = ["-p", "sitecustomize"]
-    done = copy.run([*plugin, *tests], LIMIT, [hook], {traced.FOLDER: str(hook)})
+    words = ["-p", "sitecustomize", *tests]
+    done = copy.run(words, LIMIT, [hook], {traced.FOLDER: str(hook)})
     print(f"without a bug: {done.last}", *done.red, sep="\n  ", flush=True)
-    text = (hook / "lines").read_text("utf-8")
-    return Measured(text.replace(f"{copy.folder}{os.sep}", ""))
+    measured = Measured((hook / "lines").read_text("utf-8").replace(f"{copy.folder}{os.sep}", ""))
+    if not measured.seconds:
+        sys.exit("mutate: no test ran; --tests are arguments of pytest")
+    return measured
 
 
 def plant(copy: Copy, bug: Bug, tests: Sequence[str], limit: float) -> str:
@@ -250,13 +253,11 @@ def plant(copy: Copy, bug: Bug, tests: Sequence[str], limit: float) -> str:
 def show(bug: Bug, said: str) -> str:
     """Describe a bug: place, what is known of it, the old and the new lines."""
     source = (ROOT / bug.file).read_text("utf-8")
-    first, last = bug.line, source.count("\n", 0, bug.end) + 1
-    new = bug.planted(source).split("\n")
-    more = len(new) - source.count("\n") - 1
-    old = source.split("\n")[first - 1 : last]
-    lines = [f"    - {one}" for one in old] + [
-        f"    + {one}" for one in new[first - 1 : last + more]
-    ]
+    first = source.rfind("\n", 0, bug.begin) + 1
+    last = source.find("\n", bug.end)
+    new = source[first : bug.begin] + bug.new + source[bug.end : last]
+    lines = [f"    - {line}" for line in source[first:last].split("\n")]
+    lines += [f"    + {line}" for line in new.split("\n")]
     return "\n".join([f"{bug.file}:{bug.line}  {said}", *lines])
 
 
@@ -279,7 +280,10 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     if not (args.paths or args.since):
         parser.error("pass files or folders, or --since COMMIT, or both")
-    found = candidates(args.paths or ["src"], args.since)
+    paths = args.paths or ["src"]
+    found = candidates(paths, args.since)
+    if not found:
+        parser.error(f"nothing to change in {', '.join(paths)}; paths are relative to {ROOT}")
     bugs = sorted(random.Random(args.seed).sample(found, min(args.bugs, len(found))))
     print(f"{len(bugs)} of {len(found)} possible bugs, seed {args.seed}", flush=True)
     survivors = []
