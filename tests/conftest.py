@@ -306,7 +306,7 @@ def _fixed_seeds():
     import torch
 
     random.seed(0)
-    # Without a GPU torch.manual_seed notes for each kind of device a stack of calls: 2.4 ms.
+    # Without a GPU torch.manual_seed notes a stack of calls for each kind of device: 0.4 ms.
     is_on_gpu = torch.cuda.is_initialized()
     (torch.manual_seed if is_on_gpu else torch.default_generator.manual_seed)(0)
     if "numpy" in sys.modules:
