@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from apex._compat import private
 from apex.amp.casting import cpu_float16
 from apex.cli.tables import aligned
 from apex.info import installs, machine
@@ -217,7 +218,7 @@ def _unscaling(device: torch.device) -> Choice:
     try:
         one = torch.ones(1, device=device, dtype=torch.float32)
         found_inf = torch.zeros_like(one)
-        torch._amp_foreach_non_finite_check_and_unscale_([one], found_inf, one.clone())
+        private.amp_foreach_non_finite_check_and_unscale_([one], found_inf, one.clone())
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return "unavailable", f"torch's list kernel does not run here: {reason}"

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from apex._compat import private
 from apex.amp import scaling
 from apex.cli.command_line import UsageError
 from apex.cli.debugging.script import say
@@ -124,7 +125,7 @@ class Program:
 
 def _follow(lines: Lines) -> list[Callable[[], None]]:
     """Turn lines on and off with what a program does; return what undoes that."""
-    loader = torch.utils.data.dataloader._BaseDataLoaderIter
+    loader = private.BaseDataLoaderIter
 
     def quietly(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         lines.off()
