@@ -84,6 +84,10 @@ def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+class Nothing:
+    """A class that has no objects."""
+
+
 # -- arithmetic ------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ class Name(NamedTuple):
         effect: What happens without it; empty: whoever uses it gets an error.
         without: What is used instead; ``None``: something that raises the error, which whoever
             uses it expects if there is an ``effect``.
+        features: What raises the error when it begins, where an error on the way would be caught.
         alias: Its name in ``apex._compat.private``, if not that.
         before: It is for releases of torch before this one, and not looked for in later ones.
         holder: Whether ``private`` has the module that holds it: the value changes.
@@ -34,6 +35,7 @@ class Name(NamedTuple):
     purpose: str
     effect: str = ""
     without: Any = None
+    features: tuple[str, ...] = ()
     alias: str = ""
     before: str = ""
     holder: bool = False
@@ -78,6 +80,9 @@ _COMPILED = "tell torch.compile what not to trace"
 _OWN_GRAPHS = "torch.compile may compile the functions that cast as graphs of their own"
 _TREES = "walk nested lists and dicts"
 _DEBUG = "find the operation that made the first NaN"
+_WATCHES, _SCRIPTS = ("apex.debug",), ("apex debug",)
+_LOGS = (*_SCRIPTS, "amp.init(verbose=True)")
+_NO_LINES = "apex debug looks at the model alone, as with --no-lines"
 _CAPTURE = "notice what a replay of a graph would not see"
 
 NAMES = (
@@ -107,7 +112,8 @@ NAMES = (
     Name("torch._C._dispatch_has_kernel_for_dispatch_key", _LAYER_CASTS),
     Name("torch._C._SetExcludeDispatchKeyGuard",
          "differentiate an operation's definition under a dispatch mode or torch.export"),
-    Name("torch._C._functorch.maybe_current_level", "see that a transform runs a model"),
+    Name("torch._C._functorch.maybe_current_level", "see that a transform runs a model",
+         features=_WATCHES),
     Name("torch._C.DisableTorchFunction", "call torch's functions without the modes around them"),
     Name("torch._C.DisableTorchFunctionSubclass", "use parameters that are on their way"),
     Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", "ask whether an LSTM can be bfloat16",
@@ -130,36 +136,40 @@ NAMES = (
          "lists are looked at in each step: slower", instead.ABSENT),
     Name("torch._dynamo.callback.CallbackTrigger", "wait for parameters before a compilation"),
     Name("torch._dynamo.callback.callback_handler", "wait for parameters before a compilation"),
-    Name("torch._dynamo.eval_frame.OptimizedModule", "see whether a compiled module runs"),
+    Name("torch._dynamo.eval_frame.OptimizedModule", "see whether a compiled module runs",
+         "overlap_param_sync waits in step() from the first compilation on", instead.Nothing),
     Name("torch._dynamo.config", "time compiled models", alias="dynamo_config"),
     Name("torch._functorch.config", "time compiled backward passes", alias="functorch_config"),
     Name("torch._dynamo.graph_break", "change autocast in a compiled model", before="2.13"),
     Name("torch._guards.TracingContext", "see that AOTAutograd traces", before="2.13"),
     # -- modes, trees ------------------------------------------------------------------------------
-    Name("torch.utils._python_dispatch.TorchDispatchMode", "see each operation of a program"),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "see each operation of a program",
+         features=_WATCHES),
     Name("torch.utils._python_dispatch._disable_current_modes", "wait for a parameter in a mode"),
     Name("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
          "wait for a parameter in a transform"),
-    Name("torch.overrides._push_mode", "put a function mode back"),
-    Name("torch.overrides._pop_mode", "take a function mode off that is not on top"),
-    Name("torch.overrides._len_torch_function_stack", _DEBUG),
-    Name("torch.overrides._get_function_stack_at", _DEBUG),
-    Name("torch.utils._pytree.tree_flatten", _TREES),
-    Name("torch.utils._pytree.tree_leaves", _TREES),
-    Name("torch.utils._pytree.tree_map", _TREES),
+    Name("torch.overrides._push_mode", "put a function mode back", features=_LOGS),
+    Name("torch.overrides._pop_mode", "take a function mode off that is not on top",
+         features=_LOGS),
+    Name("torch.overrides._len_torch_function_stack", _DEBUG, _NO_LINES, features=_SCRIPTS),
+    Name("torch.overrides._get_function_stack_at", _DEBUG, _NO_LINES, features=_SCRIPTS),
+    Name("torch.utils._pytree.tree_flatten", _TREES, features=_WATCHES),
+    Name("torch.utils._pytree.tree_leaves", _TREES, features=_WATCHES),
+    Name("torch.utils._pytree.tree_map", _TREES, features=_WATCHES),
     Name("torch.utils._pytree.tree_map_only", _TREES),
     Name("torch.utils._pytree.tree_unflatten", _TREES),
     # -- autograd, modules, storages ---------------------------------------------------------------
-    Name("torch._C._current_autograd_node", _DEBUG),
-    Name("torch._C._autograd._get_sequence_nr", _DEBUG),
+    Name("torch._C._current_autograd_node", _DEBUG, features=_WATCHES),
+    Name("torch._C._autograd._get_sequence_nr", _DEBUG, features=_WATCHES),
     Name("torch.autograd._is_checkpoint_valid", "refuse a backward that leaves weights out"),
     Name("torch.autograd.Variable._execution_engine", "reduce gradients at the end of a backward"),
     Name("torch.nn.modules.batchnorm._BatchNorm", "know batch norms of all kinds",
          "the base class of torch.nn.BatchNorm1d is taken", torch.nn.BatchNorm1d.__base__),
-    Name("torch.nn.modules.module._global_forward_pre_hooks", _DEBUG),
-    Name("torch.nn.modules.module._global_forward_hooks", _DEBUG),
-    Name("torch.optim.optimizer._global_optimizer_pre_hooks", "call hooks of all optimizers"),
-    Name("torch.utils.data.dataloader._BaseDataLoaderIter", _DEBUG),
+    Name("torch.nn.modules.module._global_forward_pre_hooks", _DEBUG, _NO_LINES, features=_SCRIPTS),
+    Name("torch.nn.modules.module._global_forward_hooks", _DEBUG, _NO_LINES, features=_SCRIPTS),
+    Name("torch.optim.optimizer._global_optimizer_pre_hooks", "see whether steps have hooks",
+         "gradients are unscaled before each step, as for hooks: slower", ("perhaps one",)),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter", _DEBUG, _NO_LINES, features=_SCRIPTS),
     Name("torch.UntypedStorage._expired", _CAPTURE,
          "it calls StorageWeakRef.expired: slower", instead.ABSENT),
     Name("torch._C._storage_Use_Count", "use the memory of gradients again",
@@ -263,12 +273,12 @@ ATTRIBUTES = (
                effect="a schedule may warn that it was called before its optimizer"),
     Attributes(_SCALER, "_per_optimizer_states _get_scale_async _check_inf_per_device",
                "share the scale and the overflow with torch's GradScaler", ("GradScaler",)),
-    Attributes(_SCALER, "_check_scale_growth_tracker _enabled _growth_tracker",
+    Attributes(_SCALER, "_check_scale_growth_tracker _enabled",
                "add to torch's GradScaler", ("amp.GradScaler",)),
     Attributes(_SCALER, "_unscale_grads_", "unscale as apex does", ("amp.GradScaler",)),
     Attributes(_SCALER + ".step", "_step_supports_amp_scaling",
-               "step without waiting for the overflow",
-               ("amp.initialize", "FusedOptimizer", "amp.GradScaler")),
+               "step without waiting for the overflow, and refuse torch's scaler beside masters",
+               effect="torch.amp.GradScaler unscales and waits itself, and amp cannot refuse it"),
     # -- the dispatcher ----------------------------------------------------------------------------
     Attributes(_OPERATOR, "_schema", "know what an operator writes to",
                ("amp.capture", "apex.debug")),

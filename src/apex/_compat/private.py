@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what is a base class or a decorator somewhere
     BatchNorm = _BatchNorm
     disable_dynamo = _disable_dynamo
 
+_HERE = sys.modules[__name__]
 _BY_NAME = {row.name: row for row in names.NAMES}
 
 
@@ -100,11 +101,14 @@ def _find(path: str) -> tuple[Any, Any]:
 
 @functools.cache
 def need(feature: str) -> None:
-    """Raise if this torch lacks an attribute of its objects that ``feature`` uses.
+    """Raise if this torch lacks what the lists have under ``feature``.
 
     Raises:
         PrivateNameError: It does; the error names it.
     """
+    for name in names.NAMES:
+        if feature in name.features and isinstance(getattr(_HERE, name.name), _Missing):
+            raise PrivateNameError(name.path, name.purpose)
     for row in names.ATTRIBUTES:
         if feature in row.features:
             for path in _missing_attributes(row):
@@ -125,10 +129,10 @@ def _missing_attributes(row: names.Attributes) -> Iterator[str]:
 
 
 def has(owner: Any, name: str) -> bool:
-    """Whether a module has a name, or objects of a class an attribute, or a function's code uses it.
+    """Whether a module has a name, objects of a class have an attribute, or a function uses it.
 
-    What a class does not have itself its objects have if a method mentions it. More than
-    ``__init__`` is looked at, because programs replace that.
+    Objects have what their class does not have if one of its methods mentions it. Programs replace
+    ``__init__``, so all methods are looked at.
     """
     if inspect.isfunction(owner):
         return name in _words(owner)

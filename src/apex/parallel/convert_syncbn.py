@@ -44,6 +44,7 @@ def convert_syncbn_model(
         <class 'apex.parallel.sync_batchnorm.SyncBatchNorm'>
     """
     private.need("convert_syncbn_model")
+    private.need("SyncBatchNorm")
     found: dict[torch.nn.Module, torch.nn.Module] = {}
     for layer in (layer for layer in module.modules() if isinstance(layer, private.BatchNorm)):
         if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():

@@ -81,6 +81,7 @@ class SyncBatchNorm(private.BatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
+        private.need("SyncBatchNorm")
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         given: Any = process_group
         if isinstance(given, int) and given > 0:  # -100: this rank is in none

@@ -44,6 +44,7 @@ class CastLog(TorchFunctionMode):
     """Watches the thread's calls and logs the casts they bring about."""
 
     def __init__(self) -> None:
+        private.need("amp.init(verbose=True)")
         super().__init__()
         self._watched = _watched()
         self._cached: set[int] = set()

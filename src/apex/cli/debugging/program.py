@@ -34,6 +34,13 @@ class Program:
     """
 
     def __init__(self, folder: Path, *, skip: bool, lines: bool = True) -> None:
+        private.need("apex.debug")
+        if lines:
+            try:
+                private.need("apex debug")
+            except private.PrivateNameError as error:
+                say(f"as with --no-lines: {error}")
+                lines = False
         self._folder, self._skip = folder, skip
         self._lines = Lines() if lines else None
         more: Any = {"warn": say, "growth": Growth(), "lines": self._lines}

@@ -144,6 +144,7 @@ class ShardedParameters(ShardedGradients):
 
     def _watch_compilations(self) -> None:
         handler = private.callback_handler  # torch has imported Dynamo already
+        dynamos = private.CallbackTrigger.DYNAMO
         this = weakref.ref(self)
 
         def begins(compilation: Any) -> None:
@@ -151,8 +152,7 @@ class ShardedParameters(ShardedGradients):
             if optimizer is None or not optimizer._gathers:
                 return
             optimizer.param_sync()
-            is_dynamos = compilation.callback_trigger is private.CallbackTrigger.DYNAMO
-            if is_dynamos and not _in_compiled_module():
+            if compilation.callback_trigger is dynamos and not _in_compiled_module():
                 optimizer._is_hidden = True  # else it is compiled again after each step
 
         known = self._compile_hook.get(0)
