@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from apex._compat.private import tree_leaves
 from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task

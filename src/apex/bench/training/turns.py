@@ -18,11 +18,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from apex import amp
+from apex._compat import private
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.training import AFTER, CellTraining, counted
@@ -58,8 +58,9 @@ def train(
     if cells[0].compile:
         torch.compiler.reset()
         # Past Dynamo's limit, 8, a model goes on uncompiled, in silence.
-        config: Any = torch._dynamo.config
-        with config.patch(recompile_limit=COMPILATIONS, fail_on_recompile_limit_hit=True):
+        with private.dynamo_config.patch(
+            recompile_limit=COMPILATIONS, fail_on_recompile_limit_hit=True
+        ):
             return Turns(cells, task, device, on_progress, budget_s).run()
     return Turns(cells, task, device, on_progress, budget_s).run()
 
