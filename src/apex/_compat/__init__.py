@@ -1,4 +1,4 @@
-"""What differs between releases of torch, from 2.9 on.
+"""What differs between releases of torch, from 2.9 on; in ``private`` its private names.
 
 Written for the oldest supported release; what a newer one has is asked for here alone, with the
 release that has it. "2.13" means: 2.13 has it and 2.9 does not. Releases between them take the way

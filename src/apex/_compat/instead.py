@@ -96,7 +96,7 @@ def each(method: str) -> Callable[..., Any]:
 
     Of other arguments that are lists too, it gets the element at the same position.
     """
-    function: Any = getattr(torch.Tensor, method, None) or getattr(torch.linalg, method)
+    function = getattr(torch.Tensor, method)
 
     def called(tensors: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         found = []

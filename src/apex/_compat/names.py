@@ -64,12 +64,12 @@ class Attributes(NamedTuple):
     effect: str = ""
 
 
-def _foreach(name: str, method: str = "") -> Name:
+def _foreach(method: str) -> Name:
     return Name(
-        f"torch._foreach_{name}",
+        f"torch._foreach_{method}",
         "compute on lists of tensors in one call",
         "the tensors of a list are computed one by one: slower",
-        instead.each(method or name),
+        instead.each(method),
     )
 
 

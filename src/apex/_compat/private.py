@@ -123,7 +123,7 @@ def _missing_attributes(row: names.Attributes) -> Iterator[str]:
             return
         module = module.rpartition(".")[0]
     owner, _ = _find(row.owner)
-    for name in row.names.split():
+    for name in row.names.split() if _is_built(row.owner) else ():
         if owner is _MISSING or not has(owner, name):
             yield f"{row.owner}.{name}"
 
@@ -144,6 +144,13 @@ def has(owner: Any, name: str) -> bool:
     )
 
 
+def _is_built(path: str) -> bool:
+    """Whether torch can have a name: builds for a CPU lack some, and so do those without ranks."""
+    if "_cuda_" in path:
+        return torch.version.cuda is not None
+    return torch.distributed.is_available() or "istributed" not in path
+
+
 def _words(function: Any) -> set[Any]:
     return {*function.__code__.co_names, *function.__code__.co_consts}
 
@@ -151,18 +158,12 @@ def _words(function: Any) -> set[Any]:
 # -- what is missing -------------------------------------------------------------------------------
 
 
-def _is_asked_for(row: names.Name) -> bool:
-    """Whether this release and this build of torch should have it."""
-    is_built = torch.version.cuda is not None or "_cuda_" not in row.path
-    is_built &= torch.distributed.is_available() or "istributed" not in row.path
-    return is_built and not (row.before and TorchVersion(torch.__version__) >= row.before)
-
-
 def missing() -> dict[str, str]:
     """The names that this torch lacks, by their paths, and what happens without them."""
     found = {}
     for row in names.NAMES:
-        if _is_asked_for(row) and _find(row.path)[0] is _MISSING:
+        is_asked_for = not row.before or TorchVersion(torch.__version__) < row.before
+        if is_asked_for and _is_built(row.path) and _find(row.path)[0] is _MISSING:
             found[row.path] = row.effect or f"an error where apex uses it to {row.purpose}"
     for one in names.ATTRIBUTES:
         for path in _missing_attributes(one):
