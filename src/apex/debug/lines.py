@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from apex.debug.attaching import pop_mode
 from apex.debug.calls import Call, tensors_in, version_of
 from apex.debug.tape import Forward, Recorded, Ref, Tape
 from apex.debug.tensors import tensors_of
@@ -74,20 +75,11 @@ class Lines(TorchFunctionMode):
         """Record nothing from here on."""
         if not self._is_on or self._elsewhere():
             return
-        depth = _modes._len_torch_function_stack()
-        if not any(_modes._get_function_stack_at(i) is self for i in range(depth)):
+        if not pop_mode(self):
             return  # inside of a function that is recorded
         self._is_on = False
         torch_modules._global_forward_pre_hooks.pop(id(self), None)
         torch_modules._global_forward_hooks.pop(id(self), None)
-        above = []
-        while _modes._len_torch_function_stack():
-            mode = _modes._pop_mode()
-            if mode is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            _modes._push_mode(mode)
 
     def stop(self) -> None:
         """Record nothing any more."""
