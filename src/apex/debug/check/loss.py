@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import Facts, Rule, distance
+from apex.debug.check.facts import Facts, Rule, distance, is_low
 from apex.debug.check.finding import Place
-from apex.debug.check.values import CASTS, MOVES, Call, is_in_place
-from apex.debug.tensors import HALVES, tensors_of
+from apex.debug.check.values import CASTS, MOVES, Call
 
 _LEAST = 0.01  # twins in float32 have 0.001 to 0.002: their gradient is rounded to bfloat16 once
 
@@ -41,11 +40,8 @@ class LossInHalf(Rule):
         self._shadows: dict[int, _Shadow] = {}
         self._outputs: list[weakref.ref[torch.Tensor]] = []
 
-    def network_ends(self, module: torch.nn.Module, output: Any) -> None:
+    def network_ends(self, tensors: list[torch.Tensor]) -> None:
         """The loss begins here, perhaps."""
-        self._begin(tensors_of(output))
-
-    def _begin(self, tensors: list[torch.Tensor]) -> None:
         self._outputs += [weakref.ref(one) for one in tensors if one.requires_grad]
 
     def _find(self, tensor: torch.Tensor) -> _Shadow | None:
@@ -63,18 +59,18 @@ class LossInHalf(Rule):
             return
         trained = [t for t in (*call.given, *call.got) if t.requires_grad]
         computes = call.name not in CASTS | MOVES
-        low = computes and any(t.dtype in HALVES and t.numel() > 1 for t in trained)
+        low = computes and any(is_low(t) and t.numel() > 1 for t in trained)
         if not shadows and not low:
             return
         if any(one.is_leaf for one in trained):  # a layer without a module
-            self._begin(call.got)
-        elif is_in_place(call.name):
+            self.network_ends(call.got)
+        elif call.writes:
             for one in call.given:
                 self._shadows.pop(id(one), None)
         elif not call.is_random() and any(one.is_floating_point() for one in call.got):
             first = next((one.first for one in shadows if one.first), None)
             wide = call.again(self._widen, torch.float32)
-            self._keep(call.got, tensors_of(wide), first or (call.place if low else None))
+            self._keep(call.got, wide, first or (call.place if low else None))
 
     def _keep(self, tensors: list[torch.Tensor], exact: list[Any], first: Place | None) -> None:
         for one, value in zip(tensors, exact, strict=False):
@@ -85,15 +81,15 @@ class LossInHalf(Rule):
         found = self._find(tensor)
         if found is not None:
             return found.value
-        return tensor.float() if tensor.dtype in HALVES else tensor
+        return tensor.float() if is_low(tensor) else tensor
 
-    def scales(self, scaler: Any, losses: list[Any], scaled: list[Any], factor: float) -> None:
+    def scales(self, losses: list[Any], scaled: list[Any], factor: float) -> None:
         """A scaled loss is known as well."""
         for one, result in zip(losses, scaled, strict=False):
             if (found := self._find(one)) is not None:
                 self._keep([result], [found.value * factor], found.first)
 
-    def backward_begins(self, roots: list[Any], scales: set[float | None], place: Place) -> None:
+    def backward_begins(self, roots: list[Any], scales: set[float | None], at: Place) -> None:
         """Compare the gradients that enter the networks."""
         found = self._find(roots[0]) if len(roots) == 1 and not self.facts.has_hooks else None
         if found is None or found.first is None or not found.value.requires_grad:
@@ -103,19 +99,14 @@ class LossInHalf(Rule):
         with torch.autocast(roots[0].device.type, enabled=False):
             ours = torch.autograd.grad(roots[0], alive, **options)
             exact = torch.autograd.grad(found.value, alive, **options)
-        pairs = [
-            (a, b) for a, b in zip(ours, exact, strict=True) if a is not None and b is not None
-        ]
-        if not pairs or not all(bool(torch.isfinite(t).all()) for pair in pairs for t in pair):
-            return
-        apart = distance([a for a, _ in pairs], [b for _, b in pairs])
+        apart = distance(zip(ours, exact, strict=True))
         if apart >= _LEAST:
             loss, wide = float(roots[0].detach()), float(found.value.detach())
             text = f"the gradient of the network's output was off by {100 * apart:.3g} % (norm of "
             text += f"the difference) from that in float32; loss {loss:.5g} for {wide:.5g}"
-            self.facts.tell("loss-in-16-bits", text, place=found.first, size=apart)
+            self.facts.tell("loss-in-16-bits", text, found.first, size=apart)
 
-    def backward_ends(self, written: list[Any], place: Place) -> None:
+    def backward_ends(self, written: list[Any]) -> None:
         """Forget what is gone; other losses of the step may come."""
         self._outputs = [ref for ref in self._outputs if ref() is not None]
         self._shadows = {k: one for k, one in self._shadows.items() if one.ref() is not None}

@@ -7,70 +7,65 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import Facts, Rule, short
+from apex.debug.check.facts import Facts, Rule, is_low, short
 from apex.debug.check.finding import Place, here
-from apex.debug.tensors import HALVES
 from apex.ops.lists.lost_updates import MOST, LostUpdates, keeps_what_is_lost
+
+_Steps = list[tuple[int, LostUpdates]]  # with the number of the step
+_States = dict[str, torch.Tensor]
 
 
 class NotFinite(Rule):
     """Steps of gradients that are not finite, and updates that are not.
 
     Sees the gradients before a step that no scaler checks, and 16-bit weights before and after.
-    Prints how many elements. Silent without 16-bit numbers in the step: then ``apex debug`` is the
-    tool; and after another finding that explains it.
+    Prints how many elements. Silent without 16-bit numbers in the program: then ``apex debug`` is
+    the tool; and after another finding that explains it.
     """
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
         self._finite: list[torch.Tensor] = []
-        self._halves = False
+        self._sees_16_bits = False
 
     def function(self, call: Any) -> None:
         """Note that 16-bit numbers take part."""
-        self._halves |= call.low
+        self._sees_16_bits |= call.low
 
     def enters(self, region: Any) -> None:
         """Note the same where functions are not seen."""
-        self._halves |= region.enabled and self.facts.is_blind
+        self._sees_16_bits |= region.enabled and self.facts.is_blind
 
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Look at the gradients."""
-        facts = self.facts
-        low = [p for p in params if p.dtype in HALVES]
-        self._finite = [p for p in low if _finite(p)]
-        plain = facts.inside is not optimizer and not hasattr(optimizer, "_amp_stash")
-        if (
-            not plain
-            or not (self._halves or low)
-            or facts.has("overflow-in-16-bits", "update-not-finite")
-        ):
+        facts, low = self.facts, [one for one in params if is_low(one)]
+        self._finite = [one for one in low if _finite(one)]
+        checked = facts.inside is optimizer or hasattr(optimizer, "_amp_stash")
+        explained = facts.has("overflow-in-16-bits", "update-not-finite")
+        if checked or explained or not (self._sees_16_bits or low):
             return
         bad = sum(int((~torch.isfinite(p.grad)).sum()) for p in params if p.grad is not None)
-        if bad:
-            self._finite = []
-            if all(map(_finite, params)):
-                total = sum(p.numel() for p in params)
-                facts.tell(
-                    "not-finite-step", f"{bad} of {total} elements were not finite", size=bad
-                )
+        if bad and all(map(_finite, params)):
+            total = sum(one.numel() for one in params)
+            facts.tell("not-finite-step", f"{bad} of {total} elements were not finite", size=bad)
+        self._finite = [] if bad else self._finite
 
     def step_ends(self, optimizer: Any) -> None:
         """Look at 16-bit weights that were finite, as their gradients were."""
         before, self._finite = self._finite, []
-        if not before:
+        bad = sum(int((~torch.isfinite(one)).sum()) for one in before)
+        if not bad:
             return
-        bad = sum(int((~torch.isfinite(p)).sum()) for p in before)
-        if bad:
-            dtype = before[0].dtype
-            total = sum(p.numel() for p in self.facts.params(optimizer))
-            text = f"the update made {bad} of {total} weights NaN or inf"
-            eps = next((g["eps"] for g in optimizer.param_groups if "eps" in g), None)
-            more = {}
-            if eps and not torch.tensor(eps, dtype=dtype, device="cpu").item():
-                sentence = f"divides by a root plus eps={eps:g}, which is 0 in {short(dtype)}"
-                more["sentence"] = f"{sentence}, the type of these weights"
-            self.facts.tell("update-not-finite", text, size=bad, **more)
+        dtype, sentence = before[0].dtype, ""
+        total = sum(one.numel() for one in self.facts.params(optimizer))
+        eps = next((group["eps"] for group in optimizer.param_groups if "eps" in group), None)
+        if eps and not torch.tensor(eps, dtype=dtype, device="cpu").item():
+            sentence = (
+                f"divides by a root plus eps={eps:g}, which is 0 in {short(dtype)}, the type "
+            )
+            sentence += "of these weights"
+        text = f"the update made {bad} of {total} weights NaN or inf"
+        self.facts.tell("update-not-finite", text, size=bad, sentence=sentence)
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -83,8 +78,8 @@ class _Tally:
 
     place: Place
     dtype: torch.dtype
-    weights: list[tuple[int, LostUpdates]] = field(default_factory=list)
-    moments: list[tuple[int, LostUpdates]] = field(default_factory=list)
+    weights: _Steps = field(default_factory=list)
+    moments: _Steps = field(default_factory=list)
     name: str = ""  # of the averages
     kept: int = 0  # elements whose optimizer keeps what is lost
     elements: int = 0
@@ -102,25 +97,20 @@ class Lost(Rule):
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
-        self._tallies: dict[tuple[str, int], _Tally] = {}
+        self._tallies: dict[tuple[Place, torch.dtype], _Tally] = {}
         self._before: list[Any] = []
         self._random: list[torch.Tensor] = []
-        self._place = Place("", 0, "", "")
 
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Copy what has 16 bits, and the state beside it."""
-        self._before = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is None or not float(group.get("lr", 1.0)):
-                    continue
-                state, low = _state(optimizer, param), param.dtype in HALVES
-                old = {n: s.clone() for n, s in state.items() if low or s.dtype in HALVES}
-                if low or old or not state:
-                    weight = param.detach().clone() if low else None
-                    self._before.append((param, weight, param.grad.detach().clone(), old))
-        if self._before:
-            self._place, self._random = here(), _random_states()
+        self._before, self._random = [], _random_states()
+        moving = [g["params"] for g in optimizer.param_groups if float(g.get("lr", 1.0))]
+        for param in [one for group in moving for one in group if one.grad is not None]:
+            state, low = _state(optimizer, param), is_low(param)
+            old = {name: one.clone() for name, one in state.items() if low or is_low(one)}
+            if low or old or not state:
+                weight = param.detach().clone() if low else None
+                self._before.append((param, weight, param.grad.detach().clone(), old))
 
     def step_ends(self, optimizer: Any) -> None:
         """Compare."""
@@ -130,9 +120,8 @@ class Lost(Rule):
         for param, weight, grad, old in before:
             state = _state(optimizer, param)
             if weight is not None:
-                tally = self._tally(param.dtype)
+                tally, after = self._tally(param.dtype), param.detach()
                 tally.elements += param.numel()
-                after = param.detach()
                 if drew or keeps_what_is_lost(weight, after, grad, old, state):
                     tally.kept += param.numel()
                 self._count(tally.weights, weight, after, grad)
@@ -143,12 +132,10 @@ class Lost(Rule):
                     self._count(tally.moments, old[name], state[name], grad)
 
     def _tally(self, dtype: torch.dtype) -> _Tally:
-        place = self._place
-        return self._tallies.setdefault((place.file, place.line), _Tally(place, dtype))
+        key = here(), dtype
+        return self._tallies.setdefault(key, _Tally(*key))
 
-    def _count(
-        self, steps: list[tuple[int, LostUpdates]], old: torch.Tensor, new: torch.Tensor, grad: Any
-    ) -> None:
+    def _count(self, steps: _Steps, old: torch.Tensor, new: torch.Tensor, grad: Any) -> None:
         if not steps or steps[-1][0] != self.facts.now():
             steps.append((self.facts.now(), LostUpdates()))
         steps[-1][1].count(old, new, grad)
@@ -157,47 +144,42 @@ class Lost(Rule):
         """Tell where too much was lost."""
         for tally in self._tallies.values():
             lost, stood = _share(tally.weights), _share(tally.moments)
-            if lost >= MOST and 2 * tally.kept > tally.elements:
-                continue
-            more = f"; in all steps {100 * stood:.0f} % of {tally.name!r}, the average of squared "
-            more = f"{more}gradients, stood still as well" if stood >= MOST else ""
-            what = f"of the {short(tally.dtype)} weights"
-            if lost >= MOST:
+            is_kept = 2 * tally.kept > tally.elements
+            if lost >= MOST and not is_kept:
+                more = f"; in all steps {100 * stood:.0f} % of {tally.name!r}, the average of "
+                more = f"{more}squared gradients, stood still as well" if stood >= MOST else ""
+                what = f"of the {short(tally.dtype)} weights"
                 self._tell("update-lost", what, tally.weights, tally.place, more)
             elif stood >= MOST:
                 what = f"of the elements of {tally.name!r}, in {short(tally.dtype)},"
                 self._tell("moments-lost", what, tally.moments, tally.place, "")
 
-    def _tell(
-        self, kind: str, what: str, steps: list[tuple[int, LostUpdates]], place: Place, more: str
-    ) -> None:
+    def _tell(self, kind: str, what: str, steps: _Steps, at: Place, more: str) -> None:
         for step, lost in steps:
             if (share := lost.share()) >= MOST:
                 text = f"{100 * share:.3g} % {what} with a gradient did not move{more}"
-                self.facts.tell(kind, text, place=place, size=share, step=step)
+                self.facts.tell(kind, text, at, size=share, step=step)
                 more = ""
 
 
-def _share(steps: list[tuple[int, LostUpdates]]) -> float:
-    lost, there = (sum(one.numbers()[i] for _, one in steps) for i in (0, 1))
-    return lost / max(1, there)
+def _share(steps: _Steps) -> float:
+    numbers = [lost.numbers() for _, lost in steps]
+    return sum(lost for lost, _ in numbers) / max(1, sum(there for _, there in numbers))
 
 
-def _state(optimizer: Any, param: torch.Tensor) -> dict[str, torch.Tensor]:
+def _state(optimizer: Any, param: torch.Tensor) -> _States:
     """The tensors of an optimizer's state with an element for each of the parameter's."""
     state = optimizer.state.get(param, {})
-    tensors = {n: s for n, s in state.items() if isinstance(s, torch.Tensor)}
-    return {n: s for n, s in tensors.items() if s.shape == param.shape and s.dim()}
+    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    return {name: one for name, one in tensors.items() if one.shape == param.shape and one.dim()}
 
 
-def _averages_of_squares(
-    old: dict[str, torch.Tensor], state: dict[str, torch.Tensor], grad: torch.Tensor
-) -> list[str]:
+def _averages_of_squares(old: _States, state: _States, grad: torch.Tensor) -> list[str]:
     """The 16-bit states that are an average, or a sum, of squared gradients."""
     found: list[str] = []
     for name, now in state.items():
         before = old[name] if name in old else torch.zeros_like(now)
-        if now.dtype in HALVES and _averages_squares(before.double(), now.double(), grad.double()):
+        if is_low(now) and _averages_squares(before.double(), now.double(), grad.double()):
             found.append(name)
     return [name for name in found if not any(_is_maximum(state, name, one) for one in found)]
 
@@ -213,16 +195,14 @@ def _averages_squares(old: torch.Tensor, now: torch.Tensor, grad: torch.Tensor) 
     return float(is_towards.double().mean()) > 0.8 or bool((step > 0).all())
 
 
-def _is_maximum(state: dict[str, torch.Tensor], name: str, other: str) -> bool:
+def _is_maximum(state: _States, name: str, other: str) -> bool:
     one, two = state[name], state[other]
     return name != other and bool((one >= two).all()) and not torch.equal(one, two)
 
 
 def _random_states() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states += torch.cuda.get_rng_state_all()
-    return states
+    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if is_on_gpu else [])]
 
 
 RULES = (NotFinite, Lost)

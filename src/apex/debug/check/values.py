@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from apex.debug.check.facts import Facts
+from apex.debug.check.facts import Facts, is_low
 from apex.debug.check.finding import Place, here
 from apex.debug.tensors import HALVES
 
 _RANDOM = ("rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "exponential")
-# Functions that compute nothing: their result has the values of an argument.
 CASTS = {"to", "half", "bfloat16", "float", "double", "type", "type_as"}
+# These compute nothing either: their result has the values of an argument.
 MOVES = {
-    "reshape", "view", "view_as", "flatten", "contiguous", "__getitem__", "gather", "index_select",
-    "cat", "stack", "clone", "transpose", "permute", "squeeze", "unsqueeze", "expand", "chunk",
-    "split", "unbind", "masked_select", "take_along_dim", "roll", "detach", "t", "expand_as",
-    "select", "narrow", "take", "repeat", "unflatten", "movedim", "swapaxes", "diagonal",
+    "__getitem__", "cat", "chunk", "clone", "contiguous", "detach", "diagonal", "expand",
+    "expand_as", "flatten", "gather", "index_select", "masked_select", "movedim", "narrow",
+    "permute", "repeat", "reshape", "roll", "select", "split", "squeeze", "stack", "swapaxes", "t",
+    "take", "take_along_dim", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
 
 
@@ -28,20 +28,30 @@ class Call:
     """A call of a function of torch.
 
     Attributes:
-        name: Of the function.
-        given: The tensors among its arguments, also in lists.
-        got: Those of its result; empty before it has run.
-        low: Whether a result has 16 bits.
+        given: The tensors in its arguments.
+        got: Those of its result.
+        low: Whether one of these has 16 bits.
+        writes: Whether it writes to its first argument, by its name.
+        old: For rules, what they knew before it ran.
     """
-
-    __slots__ = ("__dict__", "args", "func", "given", "got", "kwargs", "low", "name")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.name: str = getattr(func, "__name__", "")
+        self.writes = self.name.endswith("_") and (
+            not self.name.endswith("__") or self.name.startswith("__i")
+        )
         self.given = _flat((*args, *kwargs.values()))
         self.got: list[torch.Tensor] = []
         self.low = False
+        self.old: dict[Any, Any] = {}
+
+    def run(self) -> Any:
+        """Call the function."""
+        result = self.func(*self.args, **self.kwargs)
+        self.got = _flat((result,))
+        self.low = any(map(is_low, self.got))
+        return result
 
     @cached_property
     def place(self) -> Place:
@@ -52,38 +62,48 @@ class Call:
         """Whether it draws random numbers."""
         return any(word in self.name for word in _RANDOM)
 
-    def again(
-        self,
-        change: Callable[[torch.Tensor], torch.Tensor],
-        wide: torch.dtype,
-        first: torch.Tensor | None = None,
-    ) -> Any:
-        """Call the function with other tensors, and ``wide`` for 16-bit types.
+    def each(self) -> Iterator[Call]:
+        """The calls for single tensors that a function of lists stands for; else itself."""
+        if not self.name.startswith("_foreach_") or not isinstance(self.args[0], list | tuple):
+            yield self
+            return
+        func = getattr(torch.Tensor, self.name.removeprefix("_foreach_"), None)
+        for i in range(len(self.args[0])):
+            args = [one[i] if isinstance(one, list | tuple) else one for one in self.args]
+            one = Call(func, tuple(args), self.kwargs)
+            one.got, one.writes, one.low, one.old = (
+                self.got[i : i + 1],
+                self.writes,
+                self.low,
+                self.old,
+            )
+            yield one
 
-        ``first`` is put before its arguments. ``None`` if the function cannot be called so.
-        """
-        func = self.func
-        if self.name in ("half", "bfloat16"):
-            func = torch.Tensor.float if wide == torch.float32 else torch.Tensor.double
+    def again(self, change: Callable[[torch.Tensor], Any], wide: torch.dtype) -> list[torch.Tensor]:
+        """The results with other tensors, and ``wide`` for 16-bit types; none if that fails."""
 
         def changed(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 return change(leaf)
-            if isinstance(leaf, list | tuple) and type(leaf) in (list, tuple):
-                return type(leaf)(changed(one) for one in leaf)
+            if type(leaf) in (list, tuple):
+                return type(leaf)(map(changed, leaf))
             return wide if isinstance(leaf, torch.dtype) and leaf in HALVES else leaf
 
-        device = next((t.device.type for t in self.given), "cpu")
+        kwargs = {key: changed(value) for key, value in self.kwargs.items()}
+        args = list(map(changed, self.args))
+        func = self.func
+        if self.name in ("half", "bfloat16"):
+            func, args = torch.Tensor.to, [*args, wide]
+        device = next((one.device.type for one in self.given), "cpu")
         try:
             with torch.autocast(device, enabled=False):
-                args = changed(self.args) if first is None else (first, *changed(self.args))
-                return func(*args, **{k: changed(v) for k, v in self.kwargs.items()})
-        except Exception:  # noqa: BLE001  # a function that takes no wider type
-            return None
+                return _flat((func(*args, **kwargs),))
+        except Exception:  # noqa: BLE001  # of a function that has no wider type
+            return []
 
 
 class Values(TorchFunctionMode):
-    """Calls ``writes`` before in-place functions and ``function`` after all, of each rule."""
+    """Sends ``writes`` before in-place functions and ``function`` after all of them."""
 
     def __init__(self, facts: Facts, send: Callable[..., None]) -> None:
         super().__init__()
@@ -92,24 +112,23 @@ class Values(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         facts = self._facts
-        if facts.busy or facts.quiet or not facts.measuring:
-            return func(*args, **kwargs)
-        call = Call(func, args, kwargs)
-        if is_in_place(call.name) and call.given:
+        if facts.busy or not facts.measuring:
+            return func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node() if facts.quiet else None
+        if facts.quiet and (node is None or "AccumulateGrad" not in node.name()):
+            return func(*args, **(kwargs or {}))
+        call = Call(func, args, kwargs or {})
+        if facts.quiet:
+            result = call.run()
+            self._send("hooked", call)
+            return result
+        if call.writes and call.given:
             self._send("writes", call)
-        result = func(*args, **kwargs)
-        call.got = _flat((result,))
+        result = call.run()
         if call.got:
-            call.low = any(one.dtype in HALVES for one in call.got)
             self._send("function", call)
         return result
-
-
-def is_in_place(name: str) -> bool:
-    """Whether a function writes to its first argument, by its name."""
-    return name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
 
 
 def _flat(values: Iterable[Any]) -> list[torch.Tensor]:
