@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from apex.debug.check.facts import Facts, Rule, distance, is_low
 from apex.debug.check.finding import Place
 from apex.debug.check.values import CASTS, MOVES, Call
 
+_MOST = 16  # outputs of networks that are kept until backward
 _LEAST = 0.01  # twins in float32 have 0.001 to 0.002: their gradient is rounded to bfloat16 once
 
 
@@ -38,11 +40,11 @@ class LossInHalf(Rule):
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
         self._shadows: dict[int, _Shadow] = {}
-        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._outputs: deque[torch.Tensor] = deque(maxlen=_MOST)
 
     def network_ends(self, tensors: list[torch.Tensor]) -> None:
         """The loss begins here, perhaps."""
-        self._outputs += [weakref.ref(one) for one in tensors if one.requires_grad]
+        self._outputs.extend(one for one in tensors if one.requires_grad)
 
     def _find(self, tensor: torch.Tensor) -> _Shadow | None:
         found = self._shadows.get(id(tensor))
@@ -92,13 +94,12 @@ class LossInHalf(Rule):
     def backward_begins(self, roots: list[Any], scales: set[float | None], at: Place) -> None:
         """Compare the gradients that enter the networks."""
         found = self._find(roots[0]) if len(roots) == 1 and not self.facts.has_hooks else None
-        if found is None or found.first is None or not found.value.requires_grad:
+        if found is None or not (found.first and found.value.requires_grad and self._outputs):
             return
-        alive = [one for ref in self._outputs if (one := ref()) is not None]
         options: Any = {"retain_graph": True, "allow_unused": True}
         with torch.autocast(roots[0].device.type, enabled=False):
-            ours = torch.autograd.grad(roots[0], alive, **options)
-            exact = torch.autograd.grad(found.value, alive, **options)
+            ours = torch.autograd.grad(roots[0], [*self._outputs], **options)
+            exact = torch.autograd.grad(found.value, [*self._outputs], **options)
         apart = distance(zip(ours, exact, strict=True))
         if apart >= _LEAST:
             loss, wide = float(roots[0].detach()), float(found.value.detach())
@@ -107,8 +108,8 @@ class LossInHalf(Rule):
             self.facts.tell("loss-in-16-bits", text, found.first, size=apart)
 
     def backward_ends(self, written: list[Any]) -> None:
-        """Forget what is gone; other losses of the step may come."""
-        self._outputs = [ref for ref in self._outputs if ref() is not None]
+        """Let the graph go; other losses of the step may come."""
+        self._outputs.clear()
         self._shadows = {k: one for k, one in self._shadows.items() if one.ref() is not None}
 
     def attempt_ends(self, optimizer: Any, *, skipped: bool) -> None:

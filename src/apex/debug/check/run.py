@@ -103,6 +103,7 @@ class Run:
             *((one, "compile", self._compile) for one in (torch, _Module)),
             *((_Module, name, self._cast) for name in ("half", "bfloat16", "to")),
             (torch.autograd, "backward", self._backward),
+            (torch.autograd, "_engine_run_backward", self._engine),
             (torch.Tensor, "register_hook", self._hook),
             (torch, "save", partial(self._tell, "saves")),
             (torch, "load", self._load),
@@ -208,12 +209,17 @@ class Run:
         seed = args[0] if args else kwargs.get("grad_tensors")
         self._send("backward_begins", [] if seed is not None else roots, scales, at)
         before = {id(param): key_of(param) for param in facts.params()}
-        is_hidden = facts.has_hooks and self._undo_values and not _modes._len_torch_function_stack()
-        with facts.quietly(), self._values if is_hidden else nullcontext():
+        with facts.quietly():
             result = inner(tensors, *args, **kwargs)
         scale = next((one for one in scales if one is not None), None)
         self._send("backward_ends", facts.passed(before, scale, at))
         return result
+
+    def _engine(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Show hooks: torch hides from a mode what ``backward`` calls."""
+        is_seen = self.facts.has_hooks and self._undo_values
+        with self._values if is_seen else nullcontext():
+            return inner(*args, **kwargs)
 
     def _clip(self, inner: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

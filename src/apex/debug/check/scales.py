@@ -175,6 +175,7 @@ class Clipping(Rule):
             self._norm_read |= any(not one.dim() for one in call.got)
             for one in call.got:
                 self._made[id(one)] = weakref.ref(one), from_grads[0], call
+            assert call.place  # which is this line now
 
     def _find(self, tensor: torch.Tensor | None) -> tuple[Any, torch.Tensor, Call] | None:
         found = self._made.get(id(tensor))

@@ -19,22 +19,21 @@ class NotFinite(Rule):
     """Steps of gradients that are not finite, and updates that are not.
 
     Sees the gradients before a step that no scaler checks, and 16-bit weights before and after.
-    Prints how many elements. Silent without 16-bit numbers in the program: then ``apex debug`` is
-    the tool; and after another finding that explains it.
+    Prints how many elements. Silent in programs without float16, whose tool is ``apex debug``, and after another finding that explains it.
     """
 
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
         self._finite: list[torch.Tensor] = []
-        self._sees_16_bits = False
+        self._sees_float16 = False
 
     def function(self, call: Any) -> None:
-        """Note that 16-bit numbers take part."""
-        self._sees_16_bits |= call.low
+        """Note that float16 takes part."""
+        self._sees_float16 |= any(one.dtype == torch.float16 for one in call.got)
 
     def enters(self, region: Any) -> None:
         """Note the same where functions are not seen."""
-        self._sees_16_bits |= region.enabled and self.facts.is_blind
+        self._sees_float16 |= region.enabled and region.dtype == torch.float16
 
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Look at the gradients."""
@@ -42,7 +41,7 @@ class NotFinite(Rule):
         self._finite = [one for one in low if _finite(one)]
         checked = facts.inside is optimizer or hasattr(optimizer, "_amp_stash")
         explained = facts.has("overflow-in-16-bits", "update-not-finite")
-        if checked or explained or not (self._sees_16_bits or low):
+        if checked or explained or not self._sees_float16:
             return
         bad = sum(int((~torch.isfinite(p.grad)).sum()) for p in params if p.grad is not None)
         if bad and all(map(_finite, params)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from apex.debug.check.facts import Facts, is_low
 from apex.debug.check.finding import Place, here
 from apex.debug.tensors import HALVES
 
-_RANDOM = ("rand", "drop", "bernoulli", "multinomial", "normal", "poisson", "exponential")
+_RANDOM = re.compile(r"rand|dropout|bernoulli|multinomial|normal_?$|poisson$|exponential|gumbel|rrelu")
 CASTS = {"to", "half", "bfloat16", "float", "double", "type", "type_as"}
 # These compute nothing either: their result has the values of an argument.
 MOVES = {
@@ -60,7 +61,7 @@ class Call:
 
     def is_random(self) -> bool:
         """Whether it draws random numbers."""
-        return any(word in self.name for word in _RANDOM)
+        return bool(_RANDOM.search(self.name))
 
     def each(self) -> Iterator[Call]:
         """The calls for single tensors that a function of lists stands for; else itself."""
