@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +34,7 @@ of a run without this command."""
 
 FOUND, NO_STEP = 3, 4
 VERSION = 1  # of the JSON
+_WAIT = timedelta(seconds=60)  # for other ranks
 _REACHABLE = ("checkpoint", "resume", "schedule")
 at_exit = atexit.register  # under this name for tests, whose process does not end
 
@@ -49,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
-    check_program(args)
-    if args.steps < 1:
-        raise UsageError(f"--steps {args.steps}: must be 1 or more")
-    for kind in args.ignore:
-        if kind not in KINDS:
-            hint = suggestion(kind, KINDS) or "docs/check.md lists all"
-            raise UsageError(f"--ignore {kind}: there is no such kind; {hint}")
+    _check(args)
     runs: list[Run] = []
 
     def watch() -> None:
@@ -64,7 +63,12 @@ def run(args: argparse.Namespace) -> int:
         runs.append(Run(args.steps, stop=args.stop, ignored=args.ignore))
 
     lines: list[str] = []
-    at_exit(lambda: [say(line, front="") for line in lines])  # after exit functions of the script
+
+    def end() -> None:  # after exit functions of the script
+        for line in lines:
+            say(line, front="")
+
+    at_exit(end)
     main = prepare(args.script, args.arguments, as_module=args.as_module)
     after_import("torch", watch)
     try:
@@ -75,10 +79,53 @@ def run(args: argparse.Namespace) -> int:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     result = Result.of(runs[0] if runs else None, args.script, code)
-    lines += result.lines()
-    if args.json:
-        result.write(args.json)
+    with _ranks(result) as tells:
+        if tells:
+            lines += result.lines()
+        if tells and args.json:
+            result.write(args.json)
     return result.code()
+
+
+@contextmanager
+def _ranks(result: Result) -> Iterator[bool]:
+    """Under torchrun let rank 0 tell what all have found; whether this rank tells.
+
+    The others wait until it has: torchrun ends all ranks when one has ended with an error.
+    """
+    rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+    if size < 2 or result.ended or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield True
+        return
+    from torch.distributed.distributed_c10d import TCPStore
+
+    for one in result.found:
+        one.ranks = [rank]
+    prefix = f"apex check/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(*address, is_master=False, timeout=_WAIT)
+        store.set(f"{prefix}/{rank}", json.dumps([one.as_dict() for one in result.found]))
+        for other in range(1, size) if rank == 0 else ():
+            result.add(json.loads(store.get(f"{prefix}/{other}")), other)
+    except RuntimeError as error:  # a rank that did not come, or an agent that is gone
+        say(f"not all ranks were heard: {error}", front="apex check: ")
+    yield rank == 0
+    with suppress(RuntimeError):
+        if rank == 0:
+            store.set(f"{prefix}/told", "")
+        else:
+            store.wait([f"{prefix}/told"], _WAIT)
+
+
+def _check(args: argparse.Namespace) -> None:
+    check_program(args)
+    if args.steps < 1:
+        raise UsageError(f"--steps {args.steps}: must be 1 or more")
+    for kind in args.ignore:
+        if kind not in KINDS:
+            hint = suggestion(kind, KINDS) or "docs/check.md lists all"
+            raise UsageError(f"--ignore {kind}: there is no such kind; {hint}")
 
 
 @dataclass
@@ -109,6 +156,18 @@ class Result:
         missing = [one for one in _REACHABLE if one not in facts.reached]
         counts = (facts.steps, found, missing, run.failed, len(facts.silenced))
         return cls(program, ended, run.stopped, *counts)
+
+    def add(self, found: list[dict[str, Any]], rank: int) -> None:
+        """Add what another rank has found."""
+        from apex.debug.check.finding import Finding
+
+        for one in found:
+            key = one["kind"], one["file"], one["line"]
+            same = [own for own in self.found if (own.kind, own.file, own.line) == key]
+            if same:
+                same[0].ranks.append(rank)
+            else:
+                self.found.append(Finding.of(one))
 
     def status(self) -> str:
         """``"found"``, ``"failed"``, ``"no step"`` or ``"nothing found"``."""

@@ -18,8 +18,11 @@ _LEAST_LOST, _LEAST_APART = 0.01, 0.001
 
 
 class Region:
-    """An autocast block that is entered: how many functions in it had 16-bit results (``low``), and
-    how many steps were made in it.
+    """An autocast block that is entered.
+
+    Attributes:
+        low: How many functions in it had 16-bit results.
+        stepped: How many steps were made in it.
     """
 
     def __init__(self, block: Any, place: Place | None) -> None:
@@ -64,12 +67,12 @@ class Regions(Rule):
             return
         regions = self.facts.regions
         self._outside += not any(region.enabled for region in regions)
-        outer = regions[0] if regions else None
-        is_stale = outer is not None and outer.stepped and outer.cached and outer.low
-        if is_stale and any(one.dtype == torch.float32 for one in trained):
-            where = str(outer.place).partition(" in ")[0]
-            text = f"{outer.stepped} steps had no effect on this forward, in the block of {where}"
-            self.facts.tell("stale-autocast-cache", text, size=outer.stepped)
+        for outer in regions[:1]:
+            is_stale = outer.stepped and outer.cached and outer.low
+            if is_stale and any(one.dtype == torch.float32 for one in trained):
+                text = f"{outer.stepped} steps had no effect on this forward, in the block of "
+                text += str(outer.place).partition(" in ")[0]
+                self.facts.tell("stale-autocast-cache", text, size=outer.stepped)
 
     def attempt_ends(self, optimizer: Any, *, skipped: bool) -> None:
         """Count steps in the blocks that are open."""

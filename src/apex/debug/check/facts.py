@@ -21,8 +21,8 @@ _COMBINES = ("Add", "Sub", "Mul", "Div", "Neg", "Mean", "Sum", "Stack", "Squeeze
 class Passed(NamedTuple):
     """One backward that wrote a gradient.
 
-    ``scale`` is ``None`` if its loss was not scaled, ``updates`` how many times a scaler's scale was
-    updated before, ``is_late`` whether ``unscale_`` had divided the gradient already.
+    ``scale`` is ``None`` if its loss was not scaled, ``updates`` how many times a scale had been
+    updated, and ``is_late`` whether ``unscale_`` had divided the gradient already.
     """
 
     scale: float | None
@@ -262,7 +262,9 @@ def distance(pairs: Iterable[tuple[Any, Any]]) -> float:
 
 
 class Rule:
-    """Looks for one family of mistakes. It has a method for each event that it wants to see:
+    """Looks for one family of mistakes.
+
+    It has a method for each event that it wants to see:
 
     ========================== ===================================================================
     ``scales(losses, scaled)`` a GradScaler has multiplied losses
@@ -277,7 +279,7 @@ class Rule:
     ``step_ends(o)``           it has made that step
     ``attempt_ends(o, skipped)`` a step was made or skipped
     ``makes_schedule(s)``      a schedule was made; ``schedules(s)``: its ``step()`` is called
-    ``saves(thing)``           ``torch.save`` is called; ``loads(thing)``: ``torch.load`` has returned
+    ``saves(thing)``           ``torch.save`` was called; ``loads(thing)``: of ``torch.load``
     ``takes_state(owner)``     ``load_state_dict`` of an optimizer, a scaler or a schedule
     ``enters``, ``leaves``     an autocast block
     ``module_begins(...)``     a forward: module, arguments, and how deep it is

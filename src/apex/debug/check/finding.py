@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -111,7 +111,7 @@ class Finding:
     worst_step: int = 0
     count: int = 1
     steps: int = 0
-    ranks: tuple[int, ...] = ()
+    ranks: list[int] = field(default_factory=list)
     _size: float = 0.0
     _last: int = 0
 
@@ -142,10 +142,15 @@ class Finding:
     def lines(self, number: int) -> list[str]:
         """The finding as it is printed."""
         place = Place(self.file, self.line, self.function, self.text)
-        ranks = f" (on rank {', '.join(map(str, self.ranks))})" if self.ranks else ""
+        ranks = f" (rank {', '.join(map(str, self.ranks))})" if self.ranks else ""
         head = [f"{number}  {self.kind}  {place}{ranks}", f"   {self.sentence}"]
         fix = [f"   fix:      {self.fix[0]}", *(f"             {line}" for line in self.fix[1:])]
         return [*head, f"   measured: {self.measured()}", *fix]
+
+    @classmethod
+    def of(cls, whole: dict[str, Any]) -> Finding:
+        """What :meth:`as_dict` was made of."""
+        return cls(**{name: value for name, value in whole.items() if name != "measured"})
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -30,7 +30,7 @@ from apex.debug.check.values import Values
 from apex.debug.tensors import tensors_of
 
 RULES = (*scales.RULES, *steps.RULES, *schedules.RULES, *autocast.RULES, *loss.RULES, *sums.RULES)
-_Scaler, _Optimizer, _Module = torch.amp.GradScaler, torch.optim.Optimizer, torch.nn.Module
+_Scaler, _Optimizer = torch.amp.GradScaler, torch.optim.Optimizer
 _modes: Any = torch.overrides  # without types
 
 
@@ -54,7 +54,7 @@ class Run:
         self._rules: list[Rule] = [rule(self.facts) for rule in RULES]
         self._depth = self._scheduling = 0
         self._network: int | None = None  # the depth of the network that runs
-        self._lossy: weakref.WeakSet[_Module] = weakref.WeakSet()  # that return a loss
+        self._lossy: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # that return a loss
         self._places: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._running: set[tuple[str, int]] = set()  # patched functions, by their first argument
         self._patched: set[type] = set()
@@ -96,12 +96,12 @@ class Run:
 
     def _attach(self) -> None:
         clip, cast = torch.nn.utils.clip_grad, torch.amp.autocast_mode.autocast
-        for owner, name, handler in (
+        places: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             *((one, "__init__", self._made) for one in (_Scaler, _Optimizer, LRScheduler)),
             *((o, n, self._clip) for o in (torch.nn.utils, clip) for n in _CLIPS if hasattr(o, n)),
-            *((one, "zero_grad", self._zero_grad) for one in (_Optimizer, _Module)),
-            *((one, "compile", self._compile) for one in (torch, _Module)),
-            *((_Module, name, self._cast) for name in ("half", "bfloat16", "to")),
+            *((one, "zero_grad", self._zero_grad) for one in (_Optimizer, torch.nn.Module)),
+            *((one, "compile", self._compile) for one in (torch, torch.nn.Module)),
+            *((torch.nn.Module, name, self._cast) for name in ("half", "bfloat16", "to")),
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "_engine_run_backward", self._engine),
             (torch.Tensor, "register_hook", self._hook),
@@ -110,7 +110,8 @@ class Run:
             (cast, "__init__", self._new_region),
             (cast, "__enter__", self._enter),
             (cast, "__exit__", self._exit),
-        ):
+        )
+        for owner, name, handler in places:
             self._put(owner, name, handler)
         for kind in (_Scaler, _Optimizer, *_subclasses(LRScheduler)):
             self._patch_own(kind)
@@ -149,7 +150,7 @@ class Run:
             methods = (self._scale, self._unscale, self._step, self._update, self._get_scale)
             handlers.update(zip(_OF_SCALER, methods, strict=True))
         if issubclass(kind, LRScheduler):
-            handlers.update(step=self._schedule, _initial_step=self._without_schedule)
+            handlers |= {"step": self._schedule, "_initial_step": self._without_schedule}
         for one in set(kind.__mro__) - self._patched - {object}:
             self._patched.add(one)
             for name in handlers.keys() & vars(one).keys():
@@ -188,7 +189,8 @@ class Run:
             factor = float(scaler._scale)
             self.facts.scalers.setdefault(scaler, factor)
             scaled = tensors_of(result)
-            for node in [one.grad_fn for one in scaled if one.grad_fn is not None]:
+            nodes: list[Any] = [one.grad_fn for one in scaled if one.grad_fn is not None]
+            for node in nodes:
                 node.metadata[SCALE] = factor
             self._send("scales", tensors_of(outputs), scaled, factor)
         return result
@@ -234,7 +236,9 @@ class Run:
     def _zero_grad(self, inner: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         with self.facts.quietly():
             result = inner(owner, *args, **kwargs)
-        for param in owner.parameters() if isinstance(owner, _Module) else self.facts.params(owner):
+        for param in (
+            owner.parameters() if isinstance(owner, torch.nn.Module) else self.facts.params(owner)
+        ):
             self.facts.marks.pop(id(param), None)
         return result
 
@@ -388,7 +392,7 @@ class Run:
             self._send("leaves", self.facts.regions.pop())
         return inner(block, *args)
 
-    def _cast(self, inner: Any, module: _Module, *args: Any, **kwargs: Any) -> Any:
+    def _cast(self, inner: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with self.facts.quietly():
             result = inner(module, *args, **kwargs)
         if any(map(is_low, module.parameters())):
@@ -400,7 +404,7 @@ class Run:
         self._stop_values()
         return inner(*args, **kwargs)
 
-    def _begin_module(self, module: _Module, args: Any) -> None:
+    def _begin_module(self, module: torch.nn.Module, args: Any) -> None:
         depth, self._depth = self._depth, self._depth + 1
         has_parameters = next(module.parameters(), None) is not None
         if self._network is None and has_parameters and module not in self._lossy:
@@ -408,7 +412,7 @@ class Run:
         if not self.facts.quiet:
             self._send("module_begins", module, args, depth)
 
-    def _end_module(self, module: _Module, args: Any, output: Any) -> None:
+    def _end_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._network != self._depth:
             return
@@ -432,7 +436,8 @@ def _skips(optimizer: Any) -> bool:
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [kind, *(below for one in kind.__subclasses__() for below in _subclasses(one))]
+    below: list[type] = kind.__subclasses__()
+    return [kind, *(one for child in below for one in _subclasses(child))]
 
 
 def _stop_in_child(run: weakref.ref[Run]) -> None:

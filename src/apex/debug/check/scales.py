@@ -173,9 +173,9 @@ class Clipping(Rule):
         from_grads += [made[1] for one in call.given if (made := self._find(one))]
         if from_grads and not call.writes:
             self._norm_read |= any(not one.dim() for one in call.got)
-            for one in call.got:
-                self._made[id(one)] = weakref.ref(one), from_grads[0], call
-            assert call.place  # which is this line now
+            assert call.place  # of this moment, for later
+            for result in call.got:
+                self._made[id(result)] = weakref.ref(result), from_grads[0], call
 
     def _find(self, tensor: torch.Tensor | None) -> tuple[Any, torch.Tensor, Call] | None:
         found = self._made.get(id(tensor))

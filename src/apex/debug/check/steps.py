@@ -19,7 +19,8 @@ class NotFinite(Rule):
     """Steps of gradients that are not finite, and updates that are not.
 
     Sees the gradients before a step that no scaler checks, and 16-bit weights before and after.
-    Prints how many elements. Silent in programs without float16, whose tool is ``apex debug``, and after another finding that explains it.
+    Prints how many elements. Silent in programs without float16, whose tool is
+    ``apex debug``, and after another finding that explains it.
     """
 
     def __init__(self, facts: Facts) -> None:

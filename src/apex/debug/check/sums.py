@@ -41,8 +41,12 @@ class _Kept:
 
 @dataclass
 class _Line:
-    """A line that updates 16-bit tensors from step to step: elements that stood still, elements
-    that should have moved, steps; and of single elements by how much each grew.
+    """A line that updates 16-bit tensors from step to step.
+
+    Attributes:
+        lost: Elements that stood still, of ``there`` that should have moved.
+        grows: Of single elements, by how much each update has changed them.
+        last: Of such an element the value, and what float64 gives.
     """
 
     dtype: torch.dtype
@@ -174,7 +178,7 @@ def _is_sum(grows: list[float]) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class WholeNumbers(Rule):
@@ -191,12 +195,17 @@ class WholeNumbers(Rule):
             return
         dtype = call.got[0].dtype
         pairs = [(one.numel(), one) for one in call.got if call.name == "arange"]
-        pairs += [(one.unique().numel(), one) for one in call.given if _is_whole(one, dtype)]
+        pairs += [(_different(one), one) for one in call.given if _is_whole(one, dtype)]
         for there, one in pairs:
-            left = one.to(dtype).unique().numel()
+            left = _different(one.to(dtype))
             if left < there:
                 text = f"{there} different numbers became {left} in {short(dtype)}"
                 self.facts.tell("whole-numbers-in-16-bits", text, size=there - left)
+
+
+def _different(tensor: torch.Tensor) -> int:
+    values: torch.Tensor = tensor.unique()  # type: ignore[no-untyped-call]
+    return values.numel()
 
 
 def _is_whole(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -207,7 +216,7 @@ def _is_whole(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         return tensor.dtype != torch.bool
     if is_low(tensor) or tensor.requires_grad or tensor.numel() <= _WHOLE[dtype]:
         return False
-    values = tensor.unique()
+    values: torch.Tensor = tensor.unique()  # type: ignore[no-untyped-call]
     return bool((values.diff() == 1).all()) and bool((values == values.round()).all())
 
 

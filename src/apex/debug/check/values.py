@@ -14,7 +14,9 @@ from apex.debug.check.facts import Facts, is_low
 from apex.debug.check.finding import Place, here
 from apex.debug.tensors import HALVES
 
-_RANDOM = re.compile(r"rand|dropout|bernoulli|multinomial|normal_?$|poisson$|exponential|gumbel|rrelu")
+_RANDOM = re.compile(
+    r"rand|dropout|bernoulli|multinomial|normal_?$|poisson$|exponential|gumbel|rrelu"
+)
 CASTS = {"to", "half", "bfloat16", "float", "double", "type", "type_as"}
 # These compute nothing either: their result has the values of an argument.
 MOVES = {
