@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Kind(NamedTuple):
+class Mistake(NamedTuple):
     """One kind of mistake; see the top of this file."""
 
     does: str
@@ -22,4 +22,4 @@ class Kind(NamedTuple):
 
 
 _ROWS = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-KINDS = {name: Kind(**row) for name, row in _ROWS.items()}
+KINDS = {name: Mistake(**row) for name, row in _ROWS.items()}

@@ -26,7 +26,7 @@ from apex.cli.debugging.script import (
 )
 
 if TYPE_CHECKING:
-    from apex.debug.check.run import Run
+    from apex.debug.check.run import CheckRun
 
 HELP = """Run a training script as it is, look at its first steps, and list each precision mistake
 with its line, what was measured in this run, and its fix. The script's output and files stay those
@@ -55,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     _check(args)
-    runs: list[Run] = []
+    runs: list[CheckRun] = []
 
     def watch() -> None:
-        from apex.debug.check.run import Run
+        from apex.debug.check.run import CheckRun
 
-        runs.append(Run(args.steps, stop=args.stop, ignored=args.ignore))
+        runs.append(CheckRun(args.steps, stop=args.stop, ignored=args.ignore))
 
     lines: list[str] = []
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     for thread in threading.enumerate():  # as Python does next: they may train
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    result = Result.of(runs[0] if runs else None, args.script, code)
+    result = CheckResult.of(runs[0] if runs else None, args.script, code)
     with _ranks(result) as tells:
         if tells:
             lines += result.lines()
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _ranks(result: Result) -> Iterator[bool]:
+def _ranks(result: CheckResult) -> Iterator[bool]:
     """Under torchrun let rank 0 tell what all have found; whether this rank tells.
 
     The others wait until it has: torchrun ends all ranks when one has ended with an error.
@@ -131,7 +131,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 @dataclass
-class Result:
+class CheckResult:
     """What a run has found, and how it ended.
 
     Attributes:
@@ -150,7 +150,7 @@ class Result:
     ignored: int = 0
 
     @classmethod
-    def of(cls, run: Run | None, program: str, ended: int) -> Result:
+    def of(cls, run: CheckRun | None, program: str, ended: int) -> CheckResult:
         """The result of a run; ``None`` where torch was not imported."""
         if run is None:
             return cls(program, ended)

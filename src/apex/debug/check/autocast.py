@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import Facts, Rule, distance, walk
+from apex.debug.check.facts import CheckRule, Facts, distance, walk
 from apex.debug.check.finding import Place
-from apex.debug.check.values import Call
+from apex.debug.check.values import FunctionCall
 from apex.debug.undisturbed import undisturbed
 
 _TRIES = 3  # steps in which backward runs more than once
@@ -31,12 +31,12 @@ class Region:
     """
 
     def __init__(self, block: Any, place: Place | None) -> None:
-        self.dtype, self.enabled = block.fast_dtype, block._enabled
+        self.dtype, self.enabled = block.fast_dtype, torch.is_autocast_enabled(block.device)
         self.cached, self.place = block._cache_enabled, place
         self.low = self.stepped = 0
 
 
-class Regions(Rule):
+class Regions(CheckRule):
     """Blocks around nothing, and blocks that outlive a step.
 
     Sees the functions and forwards in each block. Prints how many forwards ran in float32, or how
@@ -49,7 +49,7 @@ class Regions(Rule):
         self._entered: dict[Place, int] = {}
         self._outside = self._low = 0  # forwards; functions with 16-bit results in blocks
 
-    def function(self, call: Call) -> None:
+    def function(self, call: FunctionCall) -> None:
         """Count results in 16 bits."""
         regions = self.facts.regions
         if call.low and regions and regions[-1].enabled:
@@ -102,7 +102,7 @@ class Regions(Rule):
                 self.facts.tell("autocast-around-nothing", text, at, step=0)
 
 
-class Backwards(Rule):
+class Backwards(CheckRule):
     """Backward inside of a block, and float16 without a loss scale.
 
     Sees where backward is called. In the first three steps it computes the gradients twice, by

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from apex._mistakes import KINDS
 from apex.debug.check.finding import Finding
-from apex.debug.check.run import Run
+from apex.debug.check.run import CheckRun
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
     optimizers = [one for one in made if isinstance(one, Optimizer)]
     if made and not optimizers:
         raise TypeError("apex.debug.check: pass the optimizer that was made before the block")
-    run, found = Run(steps, ignored=ignore), list[Finding]()
+    run, found = CheckRun(steps, ignored=ignore), list[Finding]()
     for one in optimizers:
         run.add(one)
     try:

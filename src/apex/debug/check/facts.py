@@ -270,7 +270,7 @@ def distance(pairs: Iterable[tuple[Any, Any]]) -> float:
     return math.sqrt(over / under) if under and math.isfinite(over) else 0.0
 
 
-class Rule:
+class CheckRule:
     """Looks for one family of mistakes.
 
     It has a method for each event that it wants to see:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import Facts, Rule, distance, is_low
+from apex.debug.check.facts import CheckRule, Facts, distance, is_low
 from apex.debug.check.finding import Place
-from apex.debug.check.values import CASTS, MOVES, Call
+from apex.debug.check.values import CASTS, MOVES, FunctionCall
 
 _MOST = 16  # outputs of networks that are kept until backward
 _LEAST = 0.01  # twins in float32 have 0.001 to 0.002: their gradient is rounded to bfloat16 once
@@ -26,7 +26,7 @@ class _Shadow:
     first: Place | None
 
 
-class LossInHalf(Rule):
+class LossInHalf(CheckRule):
     """A loss that is computed in 16 bits.
 
     Sees functions that the program calls outside of its networks, and repeats those of 16-bit
@@ -50,7 +50,7 @@ class LossInHalf(Rule):
         found = self._shadows.get(id(tensor))
         return found if found is not None and found.ref() is tensor else None
 
-    def function(self, call: Call) -> None:
+    def function(self, call: FunctionCall) -> None:
         """Repeat a function of 16-bit tensors in float32."""
         if self.facts.network or not torch.is_grad_enabled():
             return

@@ -26,9 +26,9 @@ from torch.optim.optimizer import (
 from apex._compat import private
 from apex.debug.attaching import around, pop_mode
 from apex.debug.check import autocast, loss, scales, schedules, steps, sums
-from apex.debug.check.facts import SCALE, Facts, Rule, is_low, key_of, scale_of, scales_of
+from apex.debug.check.facts import SCALE, CheckRule, Facts, is_low, key_of, scale_of, scales_of
 from apex.debug.check.finding import OURS, PROGRAM, Finding, caller, here
-from apex.debug.check.values import Values
+from apex.debug.check.values import CalledFunctions
 from apex.debug.tensors import tensors_of
 
 RULES = (*scales.RULES, *steps.RULES, *schedules.RULES, *autocast.RULES, *loss.RULES, *sums.RULES)
@@ -39,7 +39,7 @@ class Stop(SystemExit):
     """Ends a program after its measured steps."""
 
 
-class Run:
+class CheckRun:
     """A check of one program.
 
     Attributes:
@@ -53,7 +53,7 @@ class Run:
         self.facts = Facts(limit, ignored)
         self.failed: list[str] = []
         self.stopped, self._stop = False, stop
-        self._rules: list[Rule] = [rule(self.facts) for rule in RULES]
+        self._rules: list[CheckRule] = [rule(self.facts) for rule in RULES]
         self._depth = self._scheduling = 0
         self._network: int | None = None  # the depth of the network that runs
         self._lossy: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # that return a loss
@@ -61,7 +61,7 @@ class Run:
         self._running: set[tuple[str, int]] = set()  # patched functions, by their first argument
         self._patched: set[type] = set()
         self._steps: list[bool] = []  # of optimizers that are in a step: whether it is skipped
-        self._values = Values(self.facts, self._send)
+        self._values = CalledFunctions(self.facts, self._send)
         self._undo: list[Callable[[], None]] = []
         self._undo_values: list[Callable[[], Any]] = []
         self._attach()
@@ -455,7 +455,7 @@ def _subclasses(kind: type) -> list[type]:
     return [kind, *(one for child in below for one in _subclasses(child))]
 
 
-def _stop_in_child(run: weakref.ref[Run]) -> None:
+def _stop_in_child(run: weakref.ref[CheckRun]) -> None:
     """Look at nothing in a child process, such as a worker of a DataLoader."""
     if (here := run()) is not None:
         here.facts.busy = 1_000_000

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import Facts, Mark, Rule, scale_of
+from apex.debug.check.facts import CheckRule, Facts, Mark, scale_of
 from apex.debug.check.finding import Place
-from apex.debug.check.values import Call
+from apex.debug.check.values import FunctionCall
 from apex.debug.tracing import key_of as memory_of
 
 _PART = 0.05  # of the scale: a limit of that size has the scale in it
 _CLAMPS = ("clamp", "clip", "hardtanh", "minimum")
 
 
-class Scaled(Rule):
+class Scaled(CheckRule):
     """What a GradScaler divides, steps or refuses, and what is stepped without it.
 
     Sees the scale of each backward in the gradients that it wrote. Prints the factor by which they
@@ -85,7 +85,7 @@ class Scaled(Rule):
             self.facts.tell("scaled-step", f"{text} parameters", size=scales[0] or 0)
 
 
-class Clipping(Rule):
+class Clipping(CheckRule):
     """Clipping of gradients that are still scaled, by torch's functions or by hand.
 
     Sees torch's clipping; a clamp of a scaled gradient, also in a hook, that changes elements; and
@@ -98,7 +98,9 @@ class Clipping(Rule):
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
         self._scaled: dict[int, tuple[torch.Tensor, Mark, float]] = {}  # by the gradient's memory
-        self._made: dict[int, tuple[Any, torch.Tensor, Call]] = {}  # what was computed from these
+        self._made: dict[
+            int, tuple[Any, torch.Tensor, FunctionCall]
+        ] = {}  # what was computed from these
         self._scale: float | None = None  # of the backward that runs
         self._norm_read = False
         self._factors: dict[Place, dict[int, tuple[float, str, float]]] = {}  # by step
@@ -119,12 +121,12 @@ class Clipping(Rule):
         """Note the scale, for hooks."""
         self._scale = next((one for one in scales if one not in (None, 1.0)), None)
 
-    def hooked(self, call: Call) -> None:
+    def hooked(self, call: FunctionCall) -> None:
         """Look for a clamp in a hook."""
         if self._scale and any(word in call.name for word in _CLAMPS) and not self.facts.asked:
             self._tell_clamp(call, call.args[0], call.got[0], self._scale)
 
-    def _tell_clamp(self, call: Call, old: Any, new: Any, scale: float) -> None:
+    def _tell_clamp(self, call: FunctionCall, old: Any, new: Any, scale: float) -> None:
         changed = int((old != new).sum())
         if changed:
             text = f"{changed} of {old.numel()} elements of a gradient were clipped that is "
@@ -149,7 +151,7 @@ class Clipping(Rule):
         gone = set(map(id, self.facts.params(optimizer)))
         self._scaled = {key: one for key, one in self._scaled.items() if id(one[0]) not in gone}
 
-    def writes(self, call: Call) -> None:
+    def writes(self, call: FunctionCall) -> None:
         """Copy scaled gradients before a function writes to them."""
         if self._scaled:
             some = [one.args[0] for one in call.each() if isinstance(one.args[0], torch.Tensor)]
@@ -157,7 +159,7 @@ class Clipping(Rule):
                 id(one): one.detach().clone() for one in some if memory_of(one) in self._scaled
             }
 
-    def function(self, call: Call) -> None:
+    def function(self, call: FunctionCall) -> None:
         """Note norms of scaled gradients, what is computed from them, and how they change."""
         if not self._scaled:
             return
@@ -174,11 +176,11 @@ class Clipping(Rule):
             for result in call.got:
                 self._made[id(result)] = weakref.ref(result), from_grads[0], call
 
-    def _find(self, tensor: torch.Tensor | None) -> tuple[Any, torch.Tensor, Call] | None:
+    def _find(self, tensor: torch.Tensor | None) -> tuple[Any, torch.Tensor, FunctionCall] | None:
         found = self._made.get(id(tensor))
         return found if found is not None and found[0]() is tensor else None
 
-    def _change(self, call: Call, old: Any, new: Any, mark: Mark, scale: float) -> None:
+    def _change(self, call: FunctionCall, old: Any, new: Any, mark: Mark, scale: float) -> None:
         mark.touched = True
         size, now = float(old.double().norm()), float(new.detach().double().norm())
         factor = now / size if size else 1.0
@@ -210,7 +212,7 @@ class Clipping(Rule):
                     self.facts.tell("clip-before-unscale", text, at, size=scale, step=step)
 
 
-class Amp(Rule):
+class Amp(CheckRule):
     """apex.amp: a backward outside of every ``scale_loss`` block, and clipping without effect.
 
     Sees a backward that writes gradients of an optimizer of ``amp.initialize`` while none of its

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from apex.debug.check.facts import Facts, Rule, scale_of
+from apex.debug.check.facts import CheckRule, Facts, scale_of
 from apex.debug.check.finding import Place, here
 
 _DEEP, _LONG = 5, 1000  # what is looked at of a checkpoint: levels, and elements of a list
@@ -50,7 +50,7 @@ def _rate(schedule: Any) -> float:
     return float(schedule.optimizer.param_groups[0]["lr"])
 
 
-class Schedules(Rule):
+class Schedules(CheckRule):
     """Calls of ``scheduler.step()`` that count steps which were not made, or come too early.
 
     Sees steps that a GradScaler or amp skipped, and single calls before the first step. Prints
@@ -90,7 +90,7 @@ class Schedules(Rule):
         known.tried, known.real = count.tried, count.real
 
 
-class Checkpoints(Rule):
+class Checkpoints(CheckRule):
     """States that a checkpoint lacks, or that a resumed run does not load.
 
     Sees what ``torch.save``, ``pickle.dump`` and ``torch.load`` are given, five levels deep, and

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import Facts, Rule, is_low, short
+from apex.debug.check.facts import CheckRule, Facts, is_low, short
 from apex.debug.check.finding import Place, here
 from apex.ops.lists.lost_updates import MOST, LostUpdates, keeps_what_is_lost
 
@@ -15,7 +15,7 @@ _Steps = list[tuple[int, LostUpdates]]  # with the number of the step
 _States = dict[str, torch.Tensor]
 
 
-class NotFinite(Rule):
+class NotFinite(CheckRule):
     """Steps of gradients that are not finite, and updates that are not.
 
     Sees the gradients before a step that no scaler checks, and 16-bit weights before and after.
@@ -83,7 +83,7 @@ class _Tally:
     elements: int = 0
 
 
-class Lost(Rule):
+class Lost(CheckRule):
     """Updates of 16-bit weights and of averages of squared gradients that round away.
 
     Sees weights and state before and after each step. Prints the share of elements with a gradient

@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex._compat import private
-from apex.debug.check.facts import Facts, Rule, is_low, short
+from apex.debug.check.facts import CheckRule, Facts, is_low, short
 from apex.debug.check.finding import Place
-from apex.debug.check.values import CASTS, MOVES, Call
+from apex.debug.check.values import CASTS, MOVES, FunctionCall
 
 _LEAST, _UPDATES = 0.25, 3
 _WHOLE = {torch.bfloat16: 256, torch.float16: 2048}
@@ -58,7 +58,7 @@ class _Line:
     last: tuple[float, float] = (0.0, 0.0)
 
 
-class Sums(Rule):
+class SumsInHalf(CheckRule):
     """Averages and sums in 16 bits whose steps round away.
 
     Sees 16-bit tensors that are computed, in place or anew, from what they were a step before, and
@@ -72,7 +72,7 @@ class Sums(Rule):
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._lines: dict[Place, _Line] = {}
 
-    def writes(self, call: Call) -> None:
+    def writes(self, call: FunctionCall) -> None:
         """Note what float64 has for the tensors that a function is about to write."""
         for one in call.each():
             target = one.args[0] if one.args else None
@@ -83,7 +83,7 @@ class Sums(Rule):
                 exact = target.detach().double() if found is None else found.exact.clone()
                 call.old[id(target)] = exact, found
 
-    def function(self, call: Call) -> None:
+    def function(self, call: FunctionCall) -> None:
         """Follow the result."""
         if call.writes:
             for one in call.each():
@@ -94,7 +94,9 @@ class Sums(Rule):
             if is_new or any(map(self._find, call.given)):
                 self._follow(call, call.got[0])
 
-    def _follow(self, call: Call, result: Any, start: Any = None, old: _Kept | None = None) -> None:
+    def _follow(
+        self, call: FunctionCall, result: Any, start: Any = None, old: _Kept | None = None
+    ) -> None:
         """Compute a result in float64; ``start``: what the tensor was that it is written to."""
         target = call.args[0] if start is not None else None
         known = [found for one in call.given if one is not target and (found := self._find(one))]
@@ -182,7 +184,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-class WholeNumbers(Rule):
+class WholeNumbers(CheckRule):
     """Whole numbers that become one in 16 bits: positions, steps, ids.
 
     Sees ``arange`` in 16 bits; and functions with 16-bit results of integers, or of float32 tensors
@@ -190,7 +192,7 @@ class WholeNumbers(Rule):
     none is lost, as of bytes and one-hot labels.
     """
 
-    def function(self, call: Call) -> None:
+    def function(self, call: FunctionCall) -> None:
         """Compare the numbers before and after."""
         if not call.low or call.got[0].numel() < 2:
             return
@@ -221,7 +223,7 @@ def _is_whole(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((values.diff() == 1).all()) and bool((values == values.round()).all())
 
 
-class Overflows(Rule):
+class Overflows(CheckRule):
     """Functions whose result is inf in 16 bits and finite in float32.
 
     Sees all functions of the program with 16-bit results, and repeats those with an inf in float32,
@@ -233,7 +235,7 @@ class Overflows(Rule):
         super().__init__(facts)
         self._seen: Counter[Place] = Counter()
 
-    def function(self, call: Call) -> None:
+    def function(self, call: FunctionCall) -> None:
         """Look for infinities."""
         result = call.got[0].detach()
         if not call.low or call.name in CASTS | MOVES or not bool((result == torch.inf).any()):
@@ -253,7 +255,7 @@ class Overflows(Rule):
             self.facts.tell("overflow-in-16-bits", text, size=inf)
 
 
-class Statistics(Rule):
+class Statistics(CheckRule):
     """Running statistics of BatchNorm in 16 bits.
 
     Sees each forward in training mode of a BatchNorm whose statistics have 16 bits, and keeps them
@@ -288,4 +290,4 @@ class Statistics(Rule):
         self._exact[module] = (1 - rate) * exact + rate * new
 
 
-RULES = (Sums, WholeNumbers, Overflows, Statistics)
+RULES = (SumsInHalf, WholeNumbers, Overflows, Statistics)

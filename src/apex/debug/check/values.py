@@ -28,7 +28,7 @@ MOVES = {
 }  # fmt: skip
 
 
-class Call:
+class FunctionCall:
     """A call of a function of torch.
 
     Attributes:
@@ -66,7 +66,7 @@ class Call:
         """Whether it draws random numbers."""
         return bool(_RANDOM.search(self.name))
 
-    def each(self) -> Iterator[Call]:
+    def each(self) -> Iterator[FunctionCall]:
         """The calls for single tensors that a function of lists stands for; else itself."""
         if not self.name.startswith("_foreach_") or not isinstance(self.args[0], list | tuple):
             yield self
@@ -74,7 +74,7 @@ class Call:
         func = getattr(torch.Tensor, self.name.removeprefix("_foreach_"), None)
         for i in range(len(self.args[0])):
             args = [one[i] if isinstance(one, list | tuple) else one for one in self.args]
-            one = Call(func, tuple(args), self.kwargs)
+            one = FunctionCall(func, tuple(args), self.kwargs)
             one.got, one.old = self.got[i : i + 1], self.old
             one.writes, one.low = self.writes, self.low
             yield one
@@ -102,7 +102,7 @@ class Call:
             return []
 
 
-class Values(TorchFunctionMode):
+class CalledFunctions(TorchFunctionMode):
     """Sends ``writes`` before in-place functions and ``function`` after all of them."""
 
     def __init__(self, facts: Facts, send: Callable[..., None]) -> None:
@@ -118,7 +118,7 @@ class Values(TorchFunctionMode):
         node = private.current_autograd_node() if facts.quiet else None
         if facts.quiet and (node is None or "AccumulateGrad" not in node.name()):
             return func(*args, **(kwargs or {}))
-        call = Call(func, args, kwargs or {})
+        call = FunctionCall(func, args, kwargs or {})
         if facts.quiet:
             result = call.run()
             self._send("hooked", call)
