@@ -73,6 +73,9 @@ COMMANDS = {
         "which operation of a training script made the first NaN, and why"
     ),
     "debug repro": Command("apex.cli.debugging.repro_command", "a saved report, shown again"),
+    "check": Command(
+        "apex.cli.check", "precision mistakes of a training script, with lines and numbers"
+    ),
     "what-if": Command(
         "apex.cli.what_if", "which number formats a model can be trained in, layer by layer"
     ),

@@ -19,10 +19,12 @@ the program does not. When a step is not finite, its update is skipped and the s
   ``ranks`` lets ranks explain together;
 * ``report`` is what comes out, ``reproduce`` the file with one operation that shows the fault.
 
-``what_if`` is another question: which number formats a model can be trained in.
+``check`` is another question: which lines of a training are mistakes of precision. ``what_if`` is a
+third one: which number formats a model can be trained in.
 """
 
 from apex.debug import operations
+from apex.debug.check.entry import check
 from apex.debug.entry import watch
 from apex.debug.report import CAUSES, Report
 from apex.debug.reproduce import FileError
@@ -37,6 +39,7 @@ __all__ = [
     "Report",
     "Watch",
     "WhatIf",
+    "check",
     "operations",
     "watch",
     "watch_of",

@@ -1,12 +1,15 @@
-"""Where a watch sits in a program's objects, so that nothing of it is saved or copied with them."""
+"""Where a watch or a check sits in a program, so that nothing of it is saved or copied with it."""
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from apex._compat import private
 
 _Begin = Callable[[torch.nn.Module, Any, Any], Any]  # what it returns is given to the other
 _End = Callable[[Any, Any], None]
@@ -81,3 +84,38 @@ def unwrapped(model: Any) -> Any:
             break  # it copies the attributes of the module inside to replicas
         model = model.module
     return model
+
+
+def around(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Let ``around(inner, ...)`` be a function of ``owner``; return what undoes that."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return around(inner, *args, **kwargs)
+
+    setattr(owner, name, function)
+    return lambda: setattr(owner, name, inner)
+
+
+def after_init(kind: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``tell`` with each new object of ``kind``; return what undoes that."""
+
+    def init(inner: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        tell(self)
+
+    return around(kind, "__init__", init)
+
+
+def pop_mode(mode: Any) -> bool:
+    """Take a function mode from torch's stack, wherever it is; whether it was there."""
+    depth = private.len_torch_function_stack()
+    if not any(private.get_function_stack_at(i) is mode for i in range(depth)):
+        return False
+    above = []
+    while (top := private.pop_mode()) is not mode:
+        above.append(top)
+    for one in reversed(above):
+        private.push_mode(one)
+    return True

@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from apex._compat import private
 from apex._compat.private import tree_map
+from apex.debug.attaching import pop_mode
 from apex.debug.calls import Call, tensors_in, version_of
 from apex.debug.tape import Forward, Recorded, Ref, Tape
 from apex.debug.tensors import tensors_of
 
-_modes: Any = torch.overrides  # without types
 _MOST = 256  # functions and forwards of a step
 _BYTES = 256_000_000  # of what they take and give
 _SKIPPED = (
@@ -74,20 +74,11 @@ class Lines(TorchFunctionMode):
         """Record nothing from here on."""
         if not self._is_on or self._elsewhere():
             return
-        depth = private.len_torch_function_stack()
-        if not any(private.get_function_stack_at(i) is self for i in range(depth)):
+        if not pop_mode(self):
             return  # inside of a function that is recorded
         self._is_on = False
         private.global_forward_pre_hooks.pop(id(self), None)
         private.global_forward_hooks.pop(id(self), None)
-        above = []
-        while private.len_torch_function_stack():
-            mode = private.pop_mode()
-            if mode is self:
-                break
-            above.append(mode)
-        for mode in reversed(above):
-            private.push_mode(mode)
 
     def stop(self) -> None:
         """Record nothing any more."""

@@ -7,8 +7,14 @@ import atexit
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apex.cli.command_line import UsageError
-from apex.cli.debugging.script import after_import, exit_code, prepare, say
+from apex.cli.debugging.script import (
+    add_program,
+    after_import,
+    check_program,
+    exit_code,
+    prepare,
+    say,
+)
 
 if TYPE_CHECKING:
     from apex.cli.debugging.program import Program
@@ -36,18 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not note what is computed outside of the model: a step takes less time, and of a "
         "fault in the loss or in the preparation of a batch no line is named",
     )
-    parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module")
-    parser.add_argument("script", metavar="SCRIPT", help="the program, as after 'python'")
-    rest = parser.add_argument(
-        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments"
-    )
-    rest.required = False  # else an error without SCRIPT names both
+    add_program(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit code of the script."""
-    if not args.as_module and not Path(args.script).exists():
-        raise UsageError(f"{args.script}: no such file")
+    check_program(args)
     folder, code = Path(args.out).absolute(), 1
     programs: list[Program] = []
 

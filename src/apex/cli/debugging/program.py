@@ -19,6 +19,7 @@ from apex.amp import scaling
 from apex.cli.command_line import UsageError
 from apex.cli.debugging.script import say
 from apex.cli.options import check_folder
+from apex.debug.attaching import after_init, around
 from apex.debug.growth import Growth
 from apex.debug.lines import Lines
 from apex.debug.report import Report
@@ -52,8 +53,8 @@ class Program:
         self._undo = [
             self._stop_looking,
             register_optimizer_step_pre_hook(self._begins).remove,
-            _after_init(torch.optim.Optimizer, self._made),
-            _after_init(torch.amp.GradScaler, self.watch.attach_scaler),
+            after_init(torch.optim.Optimizer, self._made),
+            after_init(torch.amp.GradScaler, self.watch.attach_scaler),
         ]
         if self._lines is not None:
             self._undo += [self._lines.stop, *_follow(self._lines)]
@@ -166,37 +167,12 @@ def _follow(lines: Lines) -> list[Callable[[], None]]:
         return inner(*args, **kwargs)
 
     return [
-        _around(torch, "compile", compiled),
+        around(torch, "compile", compiled),
         register_optimizer_step_post_hook(lambda *_: lines.on()).remove,
-        _around(torch.optim.Optimizer, "zero_grad", quietly),
-        _around(torch.nn.Module, "zero_grad", quietly),
-        _around(loader, "__next__", batch),
-        _around(scaling._ScaledLoss, "__enter__", scale),
-        _around(torch.Tensor, "backward", backward),
-        _around(torch.autograd, "backward", backward),
+        around(torch.optim.Optimizer, "zero_grad", quietly),
+        around(torch.nn.Module, "zero_grad", quietly),
+        around(loader, "__next__", batch),
+        around(scaling._ScaledLoss, "__enter__", scale),
+        around(torch.Tensor, "backward", backward),
+        around(torch.autograd, "backward", backward),
     ]
-
-
-def _around(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``around(inner, ...)`` be a function of ``owner``; return what undoes that."""
-    inner = getattr(owner, name)
-
-    @functools.wraps(inner)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return around(inner, *args, **kwargs)
-
-    setattr(owner, name, function)
-    return lambda: setattr(owner, name, inner)
-
-
-def _after_init(kind: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Call ``tell`` with each new object of ``kind``; return what undoes that."""
-    inner = kind.__init__
-
-    @functools.wraps(inner)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        tell(self)
-
-    kind.__init__ = init
-    return lambda: setattr(kind, "__init__", inner)

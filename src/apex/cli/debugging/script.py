@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import os
 import pkgutil
@@ -16,6 +17,24 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from apex.cli.command_line import UsageError
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a program."""
+    parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the program, as after 'python'")
+    rest = parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments"
+    )
+    rest.required = False  # else an error without SCRIPT names both
+
+
+def check_program(args: argparse.Namespace) -> None:
+    """Refuse a script that does not exist."""
+    if not args.as_module and not Path(args.script).exists():
+        raise UsageError(f"{args.script}: no such file")
 
 
 def prepare(script: str, arguments: list[str], *, as_module: bool) -> Callable[[], None]:

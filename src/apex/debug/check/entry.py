@@ -1,0 +1,59 @@
+"""``apex.debug.check``: the same in a notebook, or around a part of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from apex._mistakes import KINDS
+from apex.debug.check.finding import Finding
+from apex.debug.check.run import CheckRun
+
+
+@contextmanager
+def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[list[Finding]]:
+    """List the precision mistakes of the training in the block: what ``apex check`` prints.
+
+    Numbers stay those of a run without it, bit for bit. Functions of torch that the program
+    imported by name before the block (``from torch.nn.utils import clip_grad_norm_``) are seen by
+    what they do.
+
+    Args:
+        made: What was made before the block: model, optimizers. What is made in it is seen.
+        steps: How many steps of the optimizer are measured.
+        ignore: Kinds that are not told; ``docs/check.md`` lists all.
+
+    Yields:
+        The findings: empty in the block, and filled at its end.
+
+    Raises:
+        ValueError: ``steps`` is below 1, or there is no such kind.
+        TypeError: None of ``made`` is an optimizer.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2).bfloat16()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        >>> with apex.debug.check(model, optimizer) as found:
+        ...     for _ in range(3):
+        ...         model(torch.ones(1, 2).bfloat16()).float().sum().backward()
+        ...         optimizer.step()
+        >>> [(one.kind, one.count) for one in found]
+        [('update-lost', 3)]
+    """
+    unknown = [kind for kind in ignore if kind not in KINDS]
+    if steps < 1 or unknown:
+        wrong = f"there is no kind {unknown[0]!r}" if unknown else f"steps was {steps}, below 1"
+        raise ValueError(f"apex.debug.check: {wrong}")
+    optimizers = [one for one in made if isinstance(one, Optimizer)]
+    if made and not optimizers:
+        raise TypeError("apex.debug.check: pass the optimizer that was made before the block")
+    run, found = CheckRun(steps, ignored=ignore), list[Finding]()
+    for one in optimizers:
+        run.add(one)
+    try:
+        yield found
+    finally:
+        found += run.finish()

@@ -1,0 +1,158 @@
+"""What was found: places in a program, and findings as they are written."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from apex._mistakes import KINDS
+
+_APEX = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _APEX, "<frozen", "<string", "<eval_with_key")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_IGNORE = re.compile(r"#\s*apex:\s*ignore\s+([\w\s,-]+)")
+OURS, LIBRARY, PROGRAM = range(3)  # whose a file is: torch's, apex's or Python's, another's, ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the program; ``ignored`` are the kinds that a comment on it names."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        is_here = self.file.startswith(os.getcwd() + os.sep)
+        shown = os.path.relpath(self.file) if is_here else self.file
+        return f"{shown}:{self.line} in {self.function}: {self.text}"
+
+
+def here() -> Place:
+    """The innermost line of the program on the stack; of another library where there is none."""
+    frame: Any = sys._getframe(1)
+    library = frame
+    while frame is not None and (whose := whose_is(frame.f_code.co_filename)) != PROGRAM:
+        if whose == LIBRARY and library.f_code.co_filename.startswith(_APEX):
+            library = frame
+        frame = frame.f_back
+    frame = frame or library
+    return _place(frame.f_code, frame.f_lineno, frame.f_lasti)
+
+
+def caller() -> int:
+    """Whose the code is that called a patched function."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_APEX):
+        frame = frame.f_back
+    return whose_is(frame.f_code.co_filename)
+
+
+@cache
+def _place(code: Any, line: int, instruction: int) -> Place:
+    last = line
+    if hasattr(code, "co_positions"):  # Python 3.11: where a statement of several lines ends
+        ends = [end for i, (_, end, *_) in enumerate(code.co_positions()) if i == instruction // 2]
+        last = max([line, *filter(None, ends)])
+    lines = [linecache.getline(code.co_filename, number) for number in range(line, last + 1)]
+    named = " ".join(found for text in lines for found in _IGNORE.findall(text))
+    ignored = tuple(re.split(r"[\s,]+", named))
+    return Place(code.co_filename, line, code.co_name, lines[0].strip(), ignored)
+
+
+@cache
+def whose_is(file: str) -> int:
+    """Whether a file is of torch, apex or Python, of another library, or of the program."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    if file.startswith(_SKIPPED):
+        return OURS
+    if "site-packages" in file or "dist-packages" in file:
+        is_own = file.startswith(os.path.dirname(os.path.abspath(main)) + os.sep)
+        return PROGRAM if is_own else LIBRARY
+    return OURS if file.startswith(_STANDARD) else PROGRAM
+
+
+@dataclass
+class Finding:
+    """One mistake of a program, with what was measured.
+
+    Attributes:
+        kind: A key of ``KINDS``.
+        file, line, function, text: Where it is.
+        sentence: What that line does.
+        fix: The lines that end it.
+        first: What was measured when it was first seen, in step ``first_step``; 0 for a number of
+            the whole run.
+        worst: The same when it was worst; empty if that was the first time.
+        count: In how many steps it was seen, of ``steps``.
+        ranks: Where it was seen, in a program of several ranks.
+    """
+
+    kind: str
+    file: str
+    line: int
+    function: str
+    text: str
+    sentence: str
+    fix: list[str]
+    first: str
+    first_step: int
+    worst: str = ""
+    worst_step: int = 0
+    count: int = 1
+    steps: int = 0
+    ranks: list[int] = field(default_factory=list)
+    _size: float = 0.0
+    _last: int = 0
+
+    @classmethod
+    def new(
+        cls, kind: str, at: Place, step: int, text: str, size: float, sentence: str = ""
+    ) -> Finding:
+        """A mistake that is seen for the first time; ``sentence`` replaces that of the table."""
+        known, where = KINDS[kind], (at.file, at.line, at.function, at.text)
+        made = cls(kind, *where, sentence or known.does, known.fix, text, step)
+        made._size, made._last = size, step
+        return made
+
+    def again(self, step: int, text: str, size: float) -> None:
+        """Take another measurement of the same."""
+        self.count += step != self._last
+        self._last = step
+        if size > self._size:
+            self._size, self.worst, self.worst_step = size, text, step
+
+    def measured(self) -> str:
+        """What was measured, in one line."""
+        if not self.first_step:
+            return self.first
+        worst = f"; worst in step {self.worst_step}: {self.worst}" if self.worst else ""
+        return f"step {self.first_step}: {self.first}{worst} ({self.count} of {self.steps} steps)"
+
+    def lines(self, number: int) -> list[str]:
+        """The finding as it is printed."""
+        place = Place(self.file, self.line, self.function, self.text)
+        ranks = f" (rank {', '.join(map(str, self.ranks))})" if self.ranks else ""
+        head = [f"{number}  {self.kind}  {place}{ranks}", f"   {self.sentence}"]
+        fix = [f"   fix:      {self.fix[0]}", *(f"             {line}" for line in self.fix[1:])]
+        return [*head, f"   measured: {self.measured()}", *fix]
+
+    @classmethod
+    def of(cls, whole: dict[str, Any]) -> Finding:
+        """What :meth:`as_dict` was made of."""
+        return cls(**{name: value for name, value in whole.items() if name != "measured"})
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        whole = {name: value for name, value in asdict(self).items() if name[0] != "_"}
+        return {**whole, "measured": self.measured()}
