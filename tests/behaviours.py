@@ -560,24 +560,25 @@ DEBUG = [
 REPORT = [
     Behaviour(
         "report",
-        "busy-machine-has-no-verdict",
-        "A level that was timed on a busy machine gets no verdict on speed.",
+        "uneven-steps-have-no-verdict",
+        "A level whose step times are uneven gets no verdict on speed.",
         plant="Look at the width of the interval alone.",
         test="tests/bench/test_verdict.py"
-        "::test_a_busy_machine_has_no_verdict_on_speed_in_any_sentence",
+        "::test_uneven_steps_have_no_verdict_on_speed_in_any_sentence",
         file="src/apex/bench/training/verdict.py",
         old="elif row.unsteady or other.unsteady or (speed",
         new="elif (speed",
     ),
     Behaviour(
         "report",
-        "more-levels-wider-intervals",
-        "With more levels on a page the intervals of accuracy are wider: all hold together.",
+        "more-comparisons-wider-intervals",
+        "With more comparisons on a page the intervals of accuracy are wider: all hold together.",
         plant="Give each level an interval of 95 %.",
-        test="tests/bench/test_verdict.py::test_the_interval_is_wider_the_more_levels_there_are",
+        test="tests/bench/test_verdict.py"
+        "::test_the_interval_is_wider_the_more_comparisons_there_are",
         file="src/apex/bench/intervals.py",
-        old="error = 0.05 / comparisons",
-        new="error = 0.05",
+        old="0.05 / comparisons, len(pairs)",
+        new="0.05, len(pairs)",
     ),
     Behaviour(
         "report",

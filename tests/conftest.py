@@ -10,6 +10,7 @@ path, node id, ``-k`` or ``-m`` is as good as ``--full``, unless ``--quick`` is 
 import dataclasses
 import functools
 import gc
+import importlib.util
 import json
 import os
 import pathlib
@@ -31,8 +32,8 @@ os.environ.update(CPU_ONLY)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Where one case of a function is enough in the quick selection: names that few programs use, and
-# what developers inspect kernels with.
+# Where one case of a function is enough in the quick selection, but for those that expect errors:
+# names that few programs use, and what developers inspect kernels with.
 LONG_TAIL = (
     "tests/RNN/",
     "tests/contrib/",
@@ -59,6 +60,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    _test_this_tree(config)
+    _forget_families_at_changes()
     option = config.option
     if option.device == "cuda":
         for name, value in BEFORE.items():
@@ -77,6 +80,24 @@ def pytest_configure(config):
         _import_torch()
     if not (named or is_worker or option.collectonly):
         config.stash[STARTED] = time.monotonic()
+
+
+def _test_this_tree(config):
+    """See that apex is that of this tree, here and in the processes that tests start.
+
+    The environment may have an editable install of another clone. ``pythonpath`` in pyproject.toml
+    comes before it on the path of this process alone.
+    """
+    paths = [str(path) for path in config.getini("pythonpath")]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*paths, *inherited])))
+    source = pathlib.Path(__file__).resolve().parent.parent / "src"
+    found = importlib.util.find_spec("apex")  # where it was imported from, if it was
+    if source.is_dir() and not pathlib.Path(found.origin).resolve().is_relative_to(source):
+        raise pytest.UsageError(
+            f"these tests are for {source}, but `import apex` gives {found.origin}: start pytest "
+            f"in a new process, with the settings of {source.parent / 'pyproject.toml'}"
+        )
 
 
 def _import_torch():
@@ -106,6 +127,36 @@ def pytest_unconfigure(config):
         other = "the quick selection: ./dev test"
     line = f"{size}{', --all' * option.all}: {seconds:.0f} s; {other}"
     config.get_terminal_writer().line(line)
+
+
+def _forget_families_at_changes():
+    """Launchers keep how rows are cut: have patches of a kernel module or a GPU forget it.
+
+    So a test that changes a constant sees it and leaves nothing, and others pay nothing.
+    """
+    change, undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
+
+    def setattr_and_forget(self, target, *rest, **options):
+        change(self, target, *rest, **options)
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if name.startswith(("apex.kernels", "torch.cuda")):
+            self.is_of_kernels = True
+            _forget_families()
+
+    def undo_and_forget(self):
+        undo(self)
+        if vars(self).pop("is_of_kernels", False):
+            _forget_families()
+
+    pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo = setattr_and_forget, undo_and_forget
+
+
+def _forget_families():
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("apex.kernels"):
+            for value in [*vars(module).values()]:
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -159,7 +210,8 @@ def _quick(items):
     for item in items:
         function, case = item.nodeid.split("[")[0], getattr(item, "callspec", None)
         values = {function}
-        if case is not None and not function.startswith(LONG_TAIL):
+        has_errors = "raises" in item.function.__code__.co_names
+        if case is not None and (has_errors or not function.startswith(LONG_TAIL)):
             values = {(function, level, value) for level, value in enumerate(case._idlist)}
         if not values <= seen and not item.get_closest_marker("slow"):
             chosen.append(item)
@@ -250,23 +302,13 @@ def _share_types(interpreter):
 
 
 @pytest.fixture(autouse=True)
-def _families():
-    """Launchers keep how rows are cut; a test that changes a constant leaves nothing of it."""
-    yield
-    if "apex.kernels._plans" in sys.modules:
-        for name, module in [*sys.modules.items()]:
-            if name.startswith("apex.kernels"):
-                for value in [*vars(module).values()]:
-                    if hasattr(value, "cache_clear"):
-                        value.cache_clear()
-
-
-@pytest.fixture(autouse=True)
 def _fixed_seeds():
     import torch
 
     random.seed(0)
-    torch.manual_seed(0)
+    # Without a GPU torch.manual_seed notes a stack of calls for each kind of device: 0.4 ms.
+    is_on_gpu = torch.cuda.is_initialized()
+    (torch.manual_seed if is_on_gpu else torch.default_generator.manual_seed)(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
 

@@ -147,8 +147,12 @@ def counted(packages: tuple[str, ...], least: int) -> Iterator[list[tuple[str, i
     names: Any = builtins
     names._counted, names._called = passes.counted, passes.called
     before: list[tuple[types.FunctionType, types.CodeType]] = []
+    was_frozen = gc.get_freeze_count()
     gc.unfreeze()  # what is frozen is not listed
-    for function in gc.get_objects():
+    every_object = gc.get_objects()
+    if was_frozen:  # by conftest.py: else each later collection takes 0.2 to 1 s
+        gc.freeze()
+    for function in every_object:
         if type(function) is types.FunctionType and function.__code__.co_filename in codes:
             old = function.__code__
             key = (old.co_name, old.co_firstlineno, old.co_freevars)
@@ -156,6 +160,7 @@ def counted(packages: tuple[str, ...], least: int) -> Iterator[list[tuple[str, i
             if new is not None:
                 before.append((function, old))
                 function.__code__ = new
+    del every_object
     try:
         yield passes.found
     finally:

@@ -12,35 +12,23 @@ The exit status is 0 if all was green before and each bug was seen.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import itertools
 import os
 import pathlib
-import queue
 import re
 import shlex
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 from tests.behaviours import BEHAVIOURS, Behaviour
 from tools import quiet_without_reader
+from tools.copies import Copies, Copy, TimedOut
 
 ROOT = pathlib.Path(__file__).parent.parent
 SECONDS = 300  # for one bug; ranks that wait for each other for ever have seen it
-RED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
 FUNCTION = re.compile(r"^def (\w+)\(", re.MULTILINE)
 RENAMED = "if it was moved, write down where it is now"
 PLANT_ANEW = "plant it anew from the sentence, see its test red, and write the new text down"
-
-
-class TimedOut(Exception):
-    """pytest did not end."""
 
 
 def problems(of: Sequence[Behaviour], root: pathlib.Path = ROOT) -> list[str]:
@@ -65,69 +53,13 @@ def functions(file: pathlib.Path) -> set[str]:
     return {*FUNCTION.findall(file.read_text("utf-8"))} if file.is_file() else set()
 
 
-class Copy:
-    """A copy of the files that git has or would add, in a folder that is to be there and empty."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
-        self._seconds = itertools.count(1)
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        for name in filter(None, listed.stdout.split("\0")):
-            if (ROOT / name).is_file():  # else it was removed, and git does not know yet
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, folder / name)
-
-    @contextlib.contextmanager
-    def planted(self, one: Behaviour) -> Iterator[None]:
-        """Have the bug in the copy, inside of this block."""
-        file = self.folder / one.file
-        text = file.read_text("utf-8")
-        assert text.count(one.old) == 1, one.name
-        self._write(file, text.replace(one.old, one.new))
-        try:
-            yield
-        finally:
-            self._write(file, text)
-
-    def _write(self, file: pathlib.Path, text: str) -> None:
-        """Write, at a time of its own: Python would take bytecode of the same second and size."""
-        file.write_text(text, "utf-8")
-        second = next(self._seconds)
-        os.utime(file, (second, second))
-
-    def run(self, arguments: Sequence[str]) -> tuple[int, list[str], str]:
-        """Run pytest: its exit status, the cases that were red, and its last line or an error.
-
-        Raises:
-            TimedOut: It was ended after `SECONDS`.
-        """
-        words = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        path = [str(self.folder / part) for part in ("src", "src/extension_modules")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else all is compiled at each start
-        child = subprocess.Popen(
-            [*words, *arguments], cwd=self.folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = child.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise TimedOut from None
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # with the processes that its test has started
-                child.wait()
-        lines = output.strip().splitlines() or ["pytest said nothing"]
-        last = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-        return child.returncode, RED.findall(output), last
-
-
 def see(one: Behaviour, copy: Copy, arguments: Sequence[str]) -> tuple[bool, str]:
     """Plant a bug; say whether a test was red, and a line about it."""
+    text = (copy.folder / one.file).read_text("utf-8")
+    assert text.count(one.old) == 1, one.name
     try:
-        with copy.planted(one):
-            status, red, last = copy.run(arguments or [one.test])
+        with copy.changed(one.file, text.replace(one.old, one.new)):
+            status, red, last = copy.run(arguments or [one.test], SECONDS)
     except TimedOut:
         return True, f"red    {one.name}: no end within {SECONDS} s"
     if status == 1 and red:
@@ -136,31 +68,18 @@ def see(one: Behaviour, copy: Copy, arguments: Sequence[str]) -> tuple[bool, str
     return False, f"{how} {one.name}: {last}"
 
 
-def see_all(of: Sequence[Behaviour], arguments: Sequence[str], copies: int) -> int:
+def see_all(of: Sequence[Behaviour], arguments: Sequence[str], count: int) -> int:
     """Plant bugs one at a time in each of some copies; return how many were not seen."""
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        free: queue.Queue[Copy] = queue.Queue()
-        for number in range(min(copies, len(of))):
-            free.put(Copy(pathlib.Path(folder, str(number))))
-
-        def see_one(one: Behaviour) -> tuple[bool, str]:
-            copy = free.get()
-            try:
-                return see(one, copy, arguments)
-            finally:
-                free.put(copy)
-
-        first = free.get()
-        status, red, last = first.run(arguments or [one.test for one in of])
-        free.put(first)
+    tests = arguments or [one.test for one in of]
+    with Copies(ROOT, min(count, len(of))) as copies:
+        ((status, red, last),) = copies.each(lambda copy, _: copy.run(tests, SECONDS), [None])
         if status != 0:
             print("These are not green without a bug:", *(red or [last]), sep="\n  ")
             return len(of)
         unseen = 0
-        with ThreadPoolExecutor(copies) as pool:
-            for is_seen, line in pool.map(see_one, of):
-                unseen += not is_seen
-                print(line, flush=True)
+        for is_seen, line in copies.each(lambda copy, one: see(one, copy, arguments), of):
+            unseen += not is_seen
+            print(line, flush=True)
     print(f"{len(of) - unseen} of {len(of)} bugs were seen")
     return unseen
 

@@ -9,13 +9,20 @@ import types
 
 import pytest
 
+from apex.cli.command_line import COMMANDS
+
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "dev"
 PINS = "torch==2.13.0\ntriton==3; x\nnvidia-a==1\nnumpy==2.4; y\nhatchling==1.0; x\ntorchx==1\n"
 VERSION = "src/apex/__init__.py"
 NO_VERSIONS = ["", "../2.9", "tests/amp", "--all"]
 REST = ["pytest", "--numprocesses=auto", "--rest"]
-FULL = ["venv", "hatchling==1.0", ".[bench,dev,docs,examples]"]
+FULL = ["venv", "hatchling==1.0", ".[dev]"]
+
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+# What each of them is, on this processor and as others.
+ITS_OWN = (None, None, None)
+OTHERS = [(None, "AVX512_CORE", None), ("avx2", "AVX2", None), ("default", "SSE41", "COMPATIBLE")]
 
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not in a checkout")
 
@@ -30,6 +37,8 @@ def dev(tmp_path, monkeypatch):
     for name, text in (("constraints.txt", PINS), ("pyproject.toml", ""), (VERSION, "")):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     module.ROOT, module.venv, module.ran, module.answer = tmp_path, tmp_path / ".venv", [], 0
     module.limits = []
 
@@ -41,7 +50,7 @@ def dev(tmp_path, monkeypatch):
     def run(words, env=None, **streams):
         if "pip" in words:
             os.write(streams["stderr"], b"".join(b"line %d\n" % line for line in range(9)))
-        module.limits.append((env or {}).get("ONEDNN_MAX_CPU_ISA"))
+        module.limits.append(tuple((os.environ if env is None else env).get(v) for v in VARIABLES))
         module.ran.append(words[-1] if "pip" in words else words[2:])
         if module.answer is KeyboardInterrupt:
             raise KeyboardInterrupt
@@ -68,7 +77,8 @@ def test_a_bad_command_gets_one_line_and_2(words):
 
 def test_a_command_sets_up_once_and_runs_its_module(dev, capsys, monkeypatch):
     assert dev.main(["--help"]) == 0
-    commands = ("demo", "test", "check", "docs", "clients", "kernels", "gpu", "--all", "--torch")
+    commands = ("demo", "test", "check", "docs", "clients", "kernels", "gpu")
+    commands += ("--all", "--torch", "--processors")
     assert all(word in dev.USAGE for word in commands)
     assert max(map(len, dev.USAGE.splitlines())) <= 80
     assert capsys.readouterr() == (dev.USAGE, "")
@@ -112,7 +122,7 @@ def test_another_torch_has_its_own_environment_and_versions(dev):
     for words in (["--torch", "2.9.1", "-x"], ["-x", "--torch", "2.9.1"]):
         assert dev.main(["test", *words]) == 0
     run = [*dev.TESTS, "-x"]
-    assert dev.ran == ["venv", "torch==2.9.1", ".[bench,dev,examples]", run, run]
+    assert dev.ran == ["venv", "torch==2.9.1", ".[dev]", run, run]
     versions = (dev.ROOT / ".torch/2.9.1/constraints.txt").read_text().split()
     assert versions == ["hatchling==1.0;", "x", "torchx==1", "numpy<2.4", "torch==2.9.1"]
     assert not dev.venv.exists()
@@ -147,12 +157,12 @@ def test_no_venv_module_is_said_in_one_line(dev, monkeypatch, capsys):
 def test_check(dev, capsys, monkeypatch):
     """It stops at the first failure, and passes arguments to pytest alone."""
     monkeypatch.setattr(sys, "version_info", (3, 11))  # for Sphinx
-    others = [["pytest", "-m", "onednn"]] * 2
+    others = [*[["pytest", "-m", "onednn"]] * 2, dev.TESTS]
     for words, tests in ((["--all"], [[*dev.TESTS, "--all"]]), ([], [dev.TESTS, REST])):
         dev.ran.clear()
         assert dev.check("python", words) == 0
         assert dev.ran[4:] == [*tests, *others, ["tools.gpu", "--dry"]]
-        assert dev.limits[-4:] == [None, "AVX512_CORE", "AVX2", None]
+        assert dev.limits[-5:] == [ITS_OWN, *OTHERS, ITS_OWN]
     done = "check: passed (format, lint, types, docs, tests, tests --rest, tests of AVX512_CORE"
     assert done in capsys.readouterr().out
     dev.answer, dev.ran[:] = 1, []
@@ -161,8 +171,60 @@ def test_check(dev, capsys, monkeypatch):
     assert "check: format failed, of format, lint, types, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", [[], ["tests/RNN", "-x"]])
+def test_processors(dev, given, capsys, monkeypatch):
+    """All run, whatever fails; variables of the caller are not mixed with those of another."""
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    words = ["pytest", *given] if given else dev.TESTS
+    assert dev.main(["test", *given, "--processors"]) == 0
+    assert dev.ran[3:] == [words] * 4
+    assert dev.limits[-4:] == [(None, None, "AVX2"), *OTHERS]
+    assert "test: passed, of this processor, AVX512_CORE, AVX2, SSE41\n" in capsys.readouterr().out
+    names, answers = ["this processor", *dev.PROCESSORS], iter([0, 1, 0, 2])
+    monkeypatch.setattr(dev, "run", lambda words, env: next(answers))
+    assert dev.main(["test", *given, "--processors"]) == 1
+    said = f"test: failed as {names[1]}, {names[3]}, of {', '.join(names)}\n"
+    assert said in capsys.readouterr().out
+
+
 def test_every_pin_is_exact():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert [line for line in pins if not re.fullmatch(r"[\w-]+==[\w.]+(; .+)?", line)] == []
     assert "torch==2.13.0" in pins
+
+
+# --- what a forge and git run --------------------------------------------------------------------
+
+
+def read(name):
+    return pytest.importorskip("yaml").safe_load((ROOT / name).read_text("utf-8"))
+
+
+def test_a_forge_runs_what_every_change_must_pass():
+    (job,) = read(".github/workflows/check.yml")["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    project = (ROOT / "pyproject.toml").read_text()
+    supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert job["strategy"]["matrix"]["python"] == [supported[0], supported[-1]]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_a_commit_is_checked_as_a_change_is(dev):
+    """With the tools of the environment; ruff formats instead of asking whether it would."""
+    (repository,) = read(".pre-commit-config.yaml")["repos"]
+    hooks = {hook["id"]: hook["entry"].split() for hook in repository["hooks"]}
+    named = {name: [word for word in hook if word[0] != "-"] for name, hook in hooks.items()}
+    assert named == {
+        name: [word for word in words if word[0] != "-"] for name, words in dev.LINTS.items()
+    }
+
+
+def test_a_report_has_what_apex_info_says():
+    """And the commands that the form names are commands."""
+    form = read(".github/ISSUE_TEMPLATE/bug.yml")
+    fields = {field["id"]: field for field in form["body"] if "id" in field}
+    assert "`apex info`" in fields["info"]["attributes"]["label"]
+    assert fields["info"]["validations"]["required"]
+    named = re.findall(r"`apex ([a-z-]+)", str(form))
+    assert {"info", "debug", "selftest"} == {*named} <= {*COMMANDS}

@@ -9,6 +9,7 @@ import pytest
 
 from tests import plant
 from tests.behaviours import BEHAVIOURS, Behaviour
+from tools.copies import Copy
 
 COUNTS = {"amp": 20, "optimizers": 12, "ops": 10, "debug": 6, "report": 6}
 ONE = BEHAVIOURS[0]
@@ -70,9 +71,9 @@ def tree(tmp_path, monkeypatch):
 
 
 def test_a_bug_is_planted_in_a_copy_and_taken_out_again(tree, tmp_path):
-    copy = plant.Copy(tmp_path / "copy")
-    with copy.planted(BUG):
-        assert (tmp_path / "copy/module.py").read_text() == MODULE.replace("2 * x", "3 * x")
+    copy = Copy(tree, tmp_path / "copy")
+    with copy.changed("module.py", "x = 3\n"):
+        assert (tmp_path / "copy/module.py").read_text() == "x = 3\n"
     assert (tmp_path / "copy/module.py").read_text() == MODULE
     assert (tree / "module.py").read_text() == MODULE
 
@@ -88,5 +89,5 @@ def test_a_bug_is_planted_in_a_copy_and_taken_out_again(tree, tmp_path):
     ids=["red", "green", "not there"],
 )
 def test_a_test_is_red_green_or_not_there(tree, test, status, said, capsys):
-    assert plant.see_all([BUG._replace(test=test)], [], copies=2) == status
+    assert plant.see_all([BUG._replace(test=test)], [], count=2) == status
     assert re.fullmatch(said, capsys.readouterr().out)

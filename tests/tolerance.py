@@ -290,3 +290,7 @@ EIGHT_BIT_FORMAT = 2.0**-8
 # Cosines of one product's gradients, computed in a pass and alone: the same kernels, on operands of
 # other strides at most. Float32's own error is 6e-8.
 COSINE = 1e-6
+
+# The same steps by a fused function of torch and by others: an ulp of float32 (2**-23) of the
+# largest weight. Seen: 5.5e-8.
+ANOTHER_WAY = 2.0**-23

@@ -1,5 +1,6 @@
 """What autocast does to the arguments of Apex's layers; names that other packages import."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,4 +34,9 @@ def _cast_if_autocast_enabled(*args: Any) -> Any:
     if not torch.is_autocast_enabled("cuda"):
         return args
     dtype = torch.get_autocast_dtype("cuda")
-    return torch.amp.autocast_mode._cast(args, "cuda", dtype)
+    cast: Any = torch.amp.custom_fwd(_given, device_type="cuda", cast_inputs=dtype)
+    return cast(SimpleNamespace(), *args)
+
+
+def _given(context: Any, *args: Any) -> tuple[Any, ...]:
+    return args

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._dtypes import NARROW
 from apex.ops.layers.swiglu import swiglu
@@ -27,7 +28,7 @@ def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, module: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    if x.dtype == weight.dtype == dtype and not torch._C._is_any_autocast_enabled():
+    if x.dtype == weight.dtype == dtype and not private.is_any_autocast_enabled():
         return norm(x, weight, None, weight.shape, eps, False, False, "same", "")
     with _runtime.without_autocast(x.device.type):
         return OP(x, weight, None, weight.shape, eps, False, dtype)

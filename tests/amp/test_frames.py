@@ -19,6 +19,8 @@ from tests.trees import SRC
 
 # Python 3.10 and 3.11 give comprehensions a frame, 3.12 and later do not.
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
+# Takes part in a product where the processor has no float16 instructions: it is not counted.
+OF_SOME_PROCESSORS = SRC / "amp" / "casting" / "cpu_float16.py"
 WARM_UP = 5  # the first steps make state, fill caches and skip at the initial loss scale
 
 
@@ -45,12 +47,12 @@ def make_step(level, optimizer_class, *layers):
 
 
 def frames_of(call):
-    """Count the Python frames that ``call()`` starts, by file and function."""
-    frames = collections.Counter()
+    """Count the Python frames that ``call()`` starts on every processor, by file and function."""
+    frames, left_out = collections.Counter(), str(OF_SOME_PROCESSORS)
 
     def count(frame, event, arg):
         code = frame.f_code
-        if event == "call" and code.co_name not in COMPREHENSIONS:
+        if event == "call" and code.co_name not in COMPREHENSIONS and code.co_filename != left_out:
             frames[code.co_filename, code.co_name] += 1
 
     before = sys.getprofile()
@@ -169,6 +171,8 @@ class Corridor:
         amp.reset()
 
     def _count(self, frame, event, arg):
+        if frame.f_code.co_filename == str(OF_SOME_PROCESSORS):
+            return
         self.python += event == "call"
         self.c += event == "c_call"
         file, name = pathlib.Path(frame.f_code.co_filename), frame.f_code.co_name
@@ -188,7 +192,7 @@ class Corridor:
 
 
 @pytest.mark.skipif(not _compat.IS_2_13, reason="other releases take other ways through torch")
-@pytest.mark.parametrize(("level", "most"), [("O1", (100, 14, 8)), ("O2", (105, 14, 8))])
+@pytest.mark.parametrize(("level", "most"), [("O1", (98, 14, 8)), ("O2", (104, 14, 8))])
 def test_a_step_can_be_followed(level, most):
     corridor = Corridor(level)
     assert len(corridor.in_step) > 10

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 import re
+import sys
 
 import numpy
 import pytest
@@ -593,3 +594,40 @@ def test_the_scale_of_several_losses_is_that_of_the_first():
     of_level.step(optimizer)
     assert float(of_level.scale()) == 32768
     process_state.take_off()
+
+
+# --- other programs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("clock", "processor", "forced", "own", "waited"),
+    [
+        (10.0, 9.9, 700, 0, 0.01),  # idle: switches, but hardly a time without the processor
+        (10.0, 5.7, 2040, 30, 0.43),  # beside a busy loop
+        (10.0, 2.0, 1270, 10, 0.8),  # beside six
+        (10.0, 2.0, 100, 10, 0.0),  # few forced switches: it waited by itself, for one thing
+        (10.0, 2.0, 1270, 9000, 0.0),  # or for many, as a GPU's results
+        (10.0, 10.1, 700, 0, 0.0),  # two clocks that differ
+        (0.0, 0.0, 0, 0, 0.0),  # Windows
+    ],
+)
+def test_other_programs_are_known_by_the_time_without_the_processor(
+    clock, processor, forced, own, waited, monkeypatch
+):
+    monkeypatch.setattr(turns, "_processor", lambda: (clock, processor, forced, own))
+    assert turns._waited((0.0,) * 4) == pytest.approx(waited)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not count switches")
+def test_what_is_read_of_the_processor_grows_with_its_use():
+    before = turns._processor()
+    sum(range(100_000))
+    after = turns._processor()
+    assert after[0] > before[0]
+    assert after[1] > before[1]
+    assert all(now >= then for then, now in zip(before, after, strict=True))
+
+
+def test_the_turns_time_is_in_each_run(monkeypatch):
+    monkeypatch.setattr(turns, "_waited", lambda before: 0.25)
+    assert [run.waited for run in train(user_task.Regression(), ["O0", "O4"])] == [0.25, 0.25]

@@ -137,6 +137,18 @@ def test_only_the_gradients_that_are_wanted(reduction):
         linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk_size=3)
 
 
+def test_losses_of_rows_keep_the_inputs_and_a_number_a_row():
+    """No memory for gradients, which are not known before the losses' own."""
+    x, weight, bias, targets = _data(7, 4, 60, torch.float32)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t
+    ):
+        linear_cross_entropy(x, weight, targets, bias, reduction="none", chunk_size=3)
+    inputs = x.numel() + weight.numel() + bias.numel() + targets.numel()
+    assert sum(t.numel() for t in kept.values()) == inputs + 7
+
+
 def test_gradients_survive_a_large_loss_scale_in_float16():
     """What a scale of 2**14 keeps from being 0 must not be rounded before it is multiplied."""
     targets = torch.randint(2000, (64,))

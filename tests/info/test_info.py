@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import apex
+from apex._compat import private
 from apex.amp.casting import cpu_float16
 from apex.cli import command_line as cli
 from apex.cli.tables import aligned
@@ -62,6 +63,7 @@ def test_json_is_one_object_and_nothing_else(capfd, monkeypatch):
     facts = json.loads(out)
     assert facts["versions"]["apex"] == apex.__version__
     assert facts["versions"]["torch"] == torch.__version__
+    assert facts["missing_private_names"] == {}
     assert facts["devices"][0]["device"] == "cpu"
     assert {half["dtype"] for half in facts["devices"][0]["half_types"]} == {"float16", "bfloat16"}
     assert set(facts["cuda"]) >= {"torch_cuda", "cudnn", "driver", "nvcc"}
@@ -76,6 +78,19 @@ def test_text_says_what_readers_look_up_by_hand(capfd):
     assert errors == ""
     words = ["apex ", "torch ", "triton ", "python ", "cuDNN", "driver", "nvcc", "float16: "]
     assert [word for word in words if word not in out] == []
+
+
+@pytest.mark.parametrize("missing", [{}, {"torch._x": "it is slower", "torch.y._z": "an error"}])
+def test_private_names_that_torch_lacks_are_shown(missing, monkeypatch):
+    monkeypatch.setattr(private, "missing", lambda: missing)
+    lines = [line.strip() for line in info.draw(info.collect()).splitlines()]
+    if not missing:
+        assert [line for line in lines if "private" in line] == [
+            "this torch  has all private names that apex uses"
+        ]
+        return
+    assert "this torch  has no torch._x, torch.y._z" in lines
+    assert {"without torch._x: it is slower", "without torch.y._z: an error"} < {*lines}
 
 
 def test_triton_is_reported_but_not_imported(monkeypatch):

@@ -1,8 +1,10 @@
 """The table of settings: launches with and without rows, what a row may say, who reads it when."""
 
+import ast
 import dataclasses
 import itertools
 import json
+import pathlib
 import re
 import warnings
 
@@ -14,7 +16,7 @@ pytest.importorskip("triton")
 import triton
 
 from apex import _measured
-from apex.kernels import _settings, row_norms, swiglu
+from apex.kernels import _settings, partial_sums, row_norms, swiglu
 from apex.ops import _runtime
 from apex.selftest import ops as checks
 from apex.selftest.catalogue.entry import DTYPES, Checked
@@ -156,6 +158,38 @@ def test_what_asks_for_settings_is_forgotten_when_they_change():
         own = {value.__wrapped__ for value in cached if value.__module__ == module.__name__}
         assert own <= kept, name
     assert len(source) == 6
+
+
+def test_a_constant_that_a_test_patches_is_taken_at_once_and_leaves_nothing():
+    """By conftest.py; a launcher keeps what it derived of the constant."""
+    before = partial_sums._segments(2, False).constants
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial_sums, "PARTIALS", 4)
+        assert partial_sums._segments(2, False).constants == (2, False, 4)
+    assert partial_sums._segments(2, False).constants == before
+
+
+def _assigned(tree):
+    """What a file assigns to names that it has from `apex.kernels`: ``kernels.TILE = 8``."""
+    names, found = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("apex.kernels"):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign) and "importorskip('apex.kernels" in ast.unparse(node):
+            names |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.append((ast.unparse(node.value), node.attr))
+    return [f"{name}.{attribute}" for name, attribute in found if name in names]
+
+
+def test_tests_change_constants_by_patches_alone():
+    """An assignment would be left to later tests, with what launchers derived of it."""
+    assert _assigned(ast.parse("from apex.kernels import a as b\nb.C = b.d(e.f)")) == ["b.C"]
+    program = "b = pytest.importorskip('apex.kernels.b')\nb.C += 1"
+    assert _assigned(ast.parse(program)) == ["b.C"]
+    sources = [file.read_text("utf-8") for file in pathlib.Path(__file__).parents[1].rglob("*.py")]
+    trees = [ast.parse(source) for source in sources if "apex.kernels" in source]
+    assert [found for tree in trees for found in _assigned(tree)] == []
 
 
 # -- bad rows ------------------------------------------------------------------------------------

@@ -27,13 +27,12 @@ OPS = (
     swiglu.OP,
 )  # fmt: skip
 BY_SIZE = {
-    "RMS norm": torch.float32,
-    "softmax": torch.float16,
-    "softmax, masked": torch.float16,
-    "softmax, causal": torch.bfloat16,
-    "rotary": torch.float32,
+    "RMS norm": (row_norm_pieces, torch.float32),
+    "softmax": (scaled_softmax.OP.pieces, torch.float16),
+    "softmax, masked": (scaled_softmax.OP.pieces, torch.float16),
+    "softmax, causal": (scaled_softmax.OP.pieces, torch.bfloat16),
+    "rotary": (rotary.OP.pieces, torch.float32),
 }
-VECTORS = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
 @pytest.fixture
@@ -62,17 +61,47 @@ def test_on_a_cpu(name, dtype):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("name", "dtype"), BY_SIZE.items(), ids=BY_SIZE)
-def test_without_the_switch_the_number_of_elements_decides(name, dtype):
-    assert any(differing(name, length, dtype, SIZES) for length in _lengths(name))
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_without_the_switch_the_number_of_elements_decides(name, monkeypatch):
+    """Few take the definition and many take pieces: on most processors they have other bits."""
+    taken, pieces, dtype = [], *BY_SIZE[name]
+    forward = pieces.forward
+    monkeypatch.setattr(pieces, "forward", lambda *args: taken.append(None) or forward(*args))
+
+    def in_pieces(length, count):
+        taken.clear()
+        CASES[name](length, dtype, lambda row: batch_of(count, row))
+        return bool(taken)
+
+    sizes = [(length, count) for length in _lengths(name) for count in SIZES]
+    assert {in_pieces(*size) for size in sizes} == {False, True}
+    with apex.ops.batch_invariant():
+        assert not any(in_pieces(*size) for size in sizes)
 
 
-@pytest.mark.skipif(not VECTORS, reason="torch has no vectors on this CPU")
-@pytest.mark.parametrize("name", ["SwiGLU", "RMS norm, memory_efficient"])
-def test_without_the_switch_the_place_in_a_vector_decides(name):
-    """SwiGLU by a sigmoid, the norm by a product of a matrix and a vector."""
-    lengths = (5, 33, 37, 50, 61)
-    assert any(differing(name, length, torch.float32, SIZES) for length in lengths)
+def _functions_of(call):
+    """The functions that autograd's profiler sees, without its and torch's namespaces."""
+    with torch.autograd.profiler.profile() as profile:
+        call()
+    return {event.name.removeprefix("aten::") for event in profile.function_events}
+
+
+@pytest.mark.parametrize(
+    ("name", "functions"),
+    [
+        ("SwiGLU", {"silu", "silu_backward", "sigmoid"}),
+        ("RMS norm, memory_efficient", {"mv", "addmv", "addmv_", "mm", "matmul"}),
+    ],
+)
+def test_no_function_is_called_that_tells_places_in_a_vector_apart(name, functions):
+    """Where a processor has vectors: the end of a tensor is computed by another formula."""
+
+    def found():
+        return _functions_of(lambda: CASES[name](33, torch.float32, lambda row: batch_of(7, row)))
+
+    assert found() & functions
+    with apex.ops.batch_invariant():
+        assert not found() & functions
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "norm" in name])
@@ -83,8 +112,6 @@ def test_a_single_long_row_is_summed_like_one_of_several(name, monkeypatch):
         for dtype in (torch.float32, torch.float64):
             with apex.ops.batch_invariant():
                 assert differing(name, 40_000, dtype, (1, 2, 3)) == []
-        if name == "RMS norm":
-            assert differing(name, 40_000, torch.float32, (2, 3)) != []
     finally:
         torch.set_num_threads(before)
 
@@ -115,13 +142,17 @@ def test_of_kernels_and_many_rows(name, dtype):
 @pytest.mark.parametrize("name", ["cross-entropy", "cross-entropy, smoothed"])
 def test_no_two_programs_share_a_row(name):
     """Fewer rows than multiprocessors are cut; the interpreter has 2."""
-    pytest.importorskip("triton")
+    kernels = pytest.importorskip("apex.kernels.cross_entropy")
     sizes, lengths = (1, 2), (9_000, 13_000, 20_000)
-    with _runtime.use("triton"):
-        assert any(differing(name, length, torch.float32, sizes) for length in lengths)
-        with apex.ops.batch_invariant():
-            for length in lengths:
-                assert differing(name, length, torch.float32, sizes) == []
+    for length in lengths:
+        parts = {
+            share: [kernels._parts(rows, length, 2, torch.float32, share)[2] for rows in sizes]
+            for share in (True, False)
+        }
+        assert parts[False] == [1, 1]
+        assert parts[True][0] > parts[True][1]
+        with _runtime.use("triton"), apex.ops.batch_invariant():
+            assert differing(name, length, torch.float32, sizes) == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -209,13 +240,14 @@ def test_a_backward_takes_the_path_of_its_forward():
         with forward():
             y = swiglu.swiglu(x, x)
         with backward():
-            y.sum().backward()
-        return x.grad
+            functions = _functions_of(y.sum().backward)
+        return x.grad, "silu_backward" in functions
 
     on, off = apex.ops.batch_invariant, contextlib.nullcontext
-    assert torch.equal(gradient(on, off), gradient(on, on))
-    assert torch.equal(gradient(off, on), gradient(off, off))
-    assert not torch.equal(gradient(on, on), gradient(off, off))
+    for forward, backward in ((on, off), (off, on)):
+        (found, by_torch), (wanted, _) = gradient(forward, backward), gradient(forward, forward)
+        assert torch.equal(found, wanted)
+        assert by_torch == (forward is off)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

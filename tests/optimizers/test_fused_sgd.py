@@ -226,7 +226,9 @@ def test_buffers_with_a_history_are_not_looked_at_again(monkeypatch):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("scale", [128.0, torch.tensor(128.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize(
+    "scale", [128.0, 128, torch.tensor(128.0)], ids=["number", "int", "tensor"]
+)
 def test_most_recent_scale_divides_one_step(path, scale):
     expected = parameters()
     train(FusedSGD(expected, lr=0.05, momentum=0.9), expected, range(2), path or "reference")

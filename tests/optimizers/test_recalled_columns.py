@@ -118,9 +118,9 @@ def again(monkeypatch):
     return made
 
 
-def _trained(kind, options, edit, forgets, groups=1):
+def _trained(kind, options, edit, forgets, groups=1, shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     rest = [{"params": [param]} for param in params[1:]] if groups > 1 else []
     optimizer = kind([{"params": params[:1], "lr": 0.5}, *rest] if rest else params, **options)
     memory = [torch.empty_like(param) for param in params]
@@ -150,6 +150,19 @@ def test_after_an_edit_a_step_is_that_of_one_that_forgets(kind, options, edit, a
     assert repeated == len(again)
     assert (repeated >= 2) is (kind in (FusedAdam, FusedSGD))
     assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def last_states_in_another_order(optimizer, params):
+    optimizer.state[params[1]] = optimizer.state.pop(params[1])
+
+
+@pytest.mark.parametrize("edit", [states_in_another_order, last_states_in_another_order])
+def test_the_states_of_equal_weights_are_not_exchanged(edit, again):
+    options = {"lr": 0.1, "momentum": 0.9}
+    both = [_trained(FusedSGD, options, edit, forgets, 1, [(5,)] * 3) for forgets in (False, True)]
+    (found, recalled), (expected, _) = both
+    assert recalled >= 2
     assert all(map(torch.equal, found, expected))
 
 

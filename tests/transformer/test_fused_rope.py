@@ -90,6 +90,23 @@ def test_positions_first(path, dtype, channels, transposed):
     assert cached.stride() == y.stride()
 
 
+def test_few_elements_and_the_result_transposed():
+    """Which torch's functions would not do; nor is a kernel that was asked for passed over."""
+    t, freqs = random(5, 2, 7, 16), angles(5, 8)
+    for arguments in (
+        (rope.fused_apply_rotary_pos_emb, freqs),
+        (rope.fused_apply_rotary_pos_emb_cached, freqs.cos(), freqs.sin()),
+    ):
+        function, *tables = arguments
+        y = function(t, *tables, True)
+        assert y.transpose(0, 1).is_contiguous()
+        assert torch.equal(y, function(t, *tables))
+        if "triton" in PATHS:
+            with pytest.MonkeyPatch.context() as patch, _runtime.use("triton"):
+                patch.setattr(rotary, "_rotated", pytest.fail)
+                function(t, *tables)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_halves_that_differ(path, dtype):
     """The gradient is the transposed map; that of equal halves would be another one."""

@@ -17,6 +17,8 @@ def test_constant():
     calculator.update(10**6, True)
     assert (calculator.get(), calculator.get_current_global_batch_size()) == (4, 24)
     assert calculator.micro_batch_size == 2
+    with pytest.raises(ValueError, match="global batch size 25 is not divisible"):
+        ConstantNumMicroBatches(25, 2, 3)
 
 
 def test_ramp_up():
@@ -53,17 +55,18 @@ def test_a_batch_that_is_made_smaller():
     assert found == [(1, 6), (2, 12), (2, 12)]
 
 
-@pytest.mark.parametrize(("start", "samples"), [(12, 100), (6, 0)])
-def test_no_steps_or_no_samples(start, samples):
-    calculator = RampupBatchsizeNumMicroBatches(start, 6, samples, 12, 2, 3)
-    for consumed in (0, 50, 100, 101):
-        calculator.update(consumed, True)
-        assert calculator.get() == 2
+def test_no_steps_or_no_samples():
+    for start, samples in ((12, 100), (6, 0)):
+        calculator = RampupBatchsizeNumMicroBatches(start, 6, samples, 12, 2, 3)
+        for consumed in (0, 50, 100, 101):
+            calculator.update(consumed, True)
+            assert calculator.get() == 2
 
 
 def test_rank_0_logs(caplog):
     with caplog.at_level(logging.INFO, logger="apex"):
-        for rank in (0, 1):
+        for rank in (1, 0):
+            assert not caplog.records
             build_num_microbatches_calculator(rank, None, 24, 2, 3)
             build_num_microbatches_calculator(rank, [6, 6, 900], 24, 2, 3)
     assert [record.getMessage() for record in caplog.records] == [
@@ -77,7 +80,11 @@ def test_rank_0_logs(caplog):
     [
         (None, (25, 2, 3), "global batch size 25 is not divisible by micro_batch_size x .* = 6"),
         (None, (24, 0, 3), "micro_batch_size is 0; pass a positive number"),
+        (None, (24, 2, 0), "data_parallel_size is 0; pass a positive number"),
         (None, (0, 2, 3), "global_batch_size is 0; pass a positive number"),
+        ([0, 6, 900], (24, 2, 3), "start_batch_size is 0; pass a positive number"),
+        ([6, 6, 900], (0, 2, 3), "global_batch_size is 0; pass a positive number"),
+        ([6, 6, -1], (24, 2, 3), "by 6 over -1 samples"),
         ([6, 6], (24, 2, 3), r"rampup_batch_size is \[6, 6\]; pass \(start_batch_size"),
         ([6, 0, 900], (24, 2, 3), "batch_size_increment is 0; pass a positive number"),
         ([6, 5, 900], (24, 2, 3), "no ramp-up from batches of 6 to 24 by 5 over 900 samples"),

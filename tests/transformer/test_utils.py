@@ -7,6 +7,9 @@ import torch
 
 import apex.transformer
 from apex.transformer import _ucc_util, log_util, utils
+from apex.transformer.pipeline_parallel import utils as pipeline
+from apex.transformer.tensor_parallel import layers
+from apex.transformer.testing import commons
 
 
 def test_divide():
@@ -50,3 +53,21 @@ def test_names():
         torch.amp.GradScaler,
     )
     assert apex.transformer.utils is utils
+
+
+def test_arguments_that_are_refused():
+    tensor = torch.ones(2)
+    layers.set_tensor_model_parallel_attributes(tensor, True, 0, 1)
+    refused = {
+        "bf16 is 1; pass a bool": lambda: pipeline.calc_params_l2_norm([], 1),
+        "attributes .'tensor_model_parallel', .* already": lambda: (
+            layers.set_tensor_model_parallel_attributes(tensor, True, 0, 1)
+        ),
+        "accumulation_in_fp16 is 'x'; pass a bool": lambda: layers.ColumnParallelLinear(
+            2, 2, accumulation_in_fp16="x"
+        ),
+        "backend is 'mpi'; pass 'nccl'": lambda: commons.initialize_distributed("mpi"),
+    }
+    for match, call in refused.items():
+        with pytest.raises(ValueError, match=match):
+            call()

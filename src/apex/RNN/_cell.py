@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apex._compat import private
 from apex.ops._check import ArgumentError
 from apex.ops._runtime import autocasts, not_compiled
 
@@ -91,6 +92,7 @@ class RNNCell(nn.Module):
         bias: bool = False,
         output_size: int | None = None,
     ) -> None:
+        private.need("apex.RNN")
         super().__init__()
         self.gate_multiplier, self.input_size = gate_multiplier, input_size
         self.hidden_size, self.cell = hidden_size, cell
@@ -287,7 +289,7 @@ def _sequence_weights(cell: RNNCell) -> list[Tensor]:  # in the order of torch's
 
 def run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run one layer; return its output, and its states after the last step or after each."""
-    backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    backward = -1 if torch.compiler.is_compiling() else private.current_graph_task_id()
     left, left_in = cell.__dict__.get("_left", (None, -1))
     if backward not in (-1, left_in) and cell.hidden is left:
         raise RuntimeError(

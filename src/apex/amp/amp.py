@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from apex._compat import private
 from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.casting.state import Casts, Rule
@@ -217,6 +218,7 @@ def init(
         >>> optimizer.step()
     """
     global _DECORATOR_HANDLE  # noqa: PLW0603  # programs read this name
+    private.need("amp.initialize")
     flags = enabled, enable_caching, verbose, allow_banned
     for name, flag in zip(_ORDER_OF_2018, flags, strict=True):
         if not isinstance(flag, int):  # 0 and 1 may come from a command line

@@ -4,18 +4,21 @@
 look those up among the tensors of its groups, where amp has put masters. While torch does that, the
 model's parameters stand in the groups and in the state. torch has no hook at these places: four of
 its private functions are wrapped when the first masters are made, and ``amp.reset()`` takes the
-wrappers off. They pass through for optimizers without masters.
+wrappers off. They pass through for optimizers without masters. Where torch lacks one of the four,
+an error names it when a program calls the module's public functions.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.amp.optimizer import OptimizerState, state_of
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
@@ -26,6 +29,11 @@ _WRAPPED = {
     "_unflatten_optim_state_dict": 0,
     "_init_optim_state": None,
 }
+# What a program calls: it refuses masters where torch lacks one of these.
+_PUBLIC = (
+    *("get_optimizer_state_dict", "get_state_dict"),
+    *("set_optimizer_state_dict", "set_state_dict"),
+)
 _originals: dict[str, Any] = {}
 
 
@@ -34,11 +42,16 @@ def install() -> None:
     if _originals or not torch.distributed.is_available():
         return
     module = importlib.import_module(_MODULE)
-    for name, position in _WRAPPED.items():
-        function = getattr(module, name, None)
-        if function is not None:
-            _originals[name] = function
-            setattr(module, name, _with_model_parameters(function, position))
+    is_whole = all(hasattr(module, name) for name in _WRAPPED)
+    for name in _WRAPPED if is_whole else _PUBLIC:
+        _originals[name] = function = getattr(module, name)
+        if not is_whole:
+            wrapper = _refusing_masters(function)
+        elif (position := _WRAPPED[name]) is None:
+            wrapper = _unless_swapped(function)
+        else:
+            wrapper = _with_model_parameters(function, position)
+        setattr(module, name, wrapper)
 
 
 def uninstall() -> None:
@@ -50,23 +63,35 @@ def uninstall() -> None:
         setattr(module, name, function)
 
 
-def _with_model_parameters(function: Any, position: int | None) -> Any:
-    if position is None:
-        return _unless_swapped(function)
-
+def _with_model_parameters(function: Any, position: int) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        given = args[position]
-        optimizers = given if isinstance(given, (list, tuple)) else [given]
         with ExitStack() as stack:
-            for optimizer in optimizers:
-                state = state_of(optimizer)
-                if state is not None and state.use_masters:
-                    _make_state(state, optimizer)
-                    stack.enter_context(state.params.swapped())
+            for optimizer, state in _with_masters(args[position]):
+                _make_state(state, optimizer)
+                stack.enter_context(state.params.swapped())
             return function(*args, **kwargs)
 
     return wrapper
+
+
+def _refusing_masters(function: Any) -> Any:
+    """A function of torch's that programs call, where torch lacks what has to be wrapped."""
+
+    @functools.wraps(function)
+    def wrapper(model: Any, optimizers: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(_with_masters(optimizers)):
+            private.need(_MODULE)
+        return function(model, optimizers, *args, **kwargs)
+
+    return wrapper
+
+
+def _with_masters(given: Any) -> Iterator[tuple[Any, OptimizerState]]:
+    for optimizer in given if isinstance(given, (list, tuple)) else [given]:
+        state = state_of(optimizer)
+        if state is not None and state.use_masters:
+            yield optimizer, state
 
 
 def _make_state(record: OptimizerState, optimizer: Any) -> None:

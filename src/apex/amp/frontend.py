@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
 
+from apex._compat import private
 from apex.amp import checks, distributed_checkpoint, handle
 from apex.amp.casting import cpu_float16, dispatcher, rules, state
 from apex.amp.casting import kept as policies
@@ -183,6 +184,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     What is refused has changed nothing. Where memory runs out on the way, or a method of the
     model's own raises, some things are changed and others not: begin again with a new model.
     """
+    private.need("amp.initialize")
     if not hasattr(verbosity, "__int__"):
         raise TypeError(f"amp.initialize: verbosity was {verbosity!r}; it must be 0, 1 or 2.")
     flag: object = enabled

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from apex._compat import private
 from apex.amp._pickled_group import PickledGroup, _default_group
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
@@ -89,6 +90,8 @@ class GradScaler(torch.amp.GradScaler):
         *,
         process_group: Any = None,
     ) -> None:
+        private.need("GradScaler")
+        private.need("amp.GradScaler")
         group = group_of_several("apex.amp.GradScaler", process_group)
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled

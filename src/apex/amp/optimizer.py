@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
+from apex._compat import private
 from apex.amp import checks, entries
 from apex.amp.casting import state as casts
 from apex.amp.gradients import captures
@@ -260,7 +260,7 @@ class OptimizerState:
     def _take_scaled(self) -> ScaledStep | None:
         """What a fused step reads; hooks before the step see gradients unscaled, and so does it."""
         hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
-        if hooks or torch_optimizer._global_optimizer_pre_hooks:
+        if hooks or private.global_optimizer_pre_hooks:
             self.ledger.unscale_delayed()
         return self.ledger.take_for_step()
 

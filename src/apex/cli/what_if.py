@@ -12,8 +12,8 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from apex._compat.private import tree_map_only
 from apex.bench.training import tasks
 from apex.bench.training.tasks.task import Task, TaskOptions
 from apex.cli.command_line import UsageError, raised

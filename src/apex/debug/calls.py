@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from apex._compat import private
+from apex._compat.private import tree_flatten, tree_map
 from apex.debug.tensors import is_bad, local, plain
 
 _ON_DEVICES = ("cpu", "cuda")
@@ -77,16 +77,15 @@ def stateful(model: torch.nn.Module) -> list[torch.Tensor]:
     return [
         buffer
         for module in plain(model).modules()
-        if not (isinstance(module, _BatchNorm) and module.training)
-        for buffer in module._buffers.values()
-        if buffer is not None
+        if not (isinstance(module, private.BatchNorm) and module.training)
+        for buffer in module.buffers(recurse=False)
     ]
 
 
 def is_transformed() -> bool:
     """Whether torch.func or a tracer runs the model: on tensors without memory of their own."""
-    transformed = torch._C._functorch.maybe_current_level() is not None
-    return transformed or torch._C._get_tracing_state() is not None
+    transformed = private.maybe_current_level() is not None
+    return transformed or private.get_tracing_state() is not None
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -175,7 +174,7 @@ class Call:
 
 def _keep_gradient(call: weakref.ref[Call], place: int, gradient: torch.Tensor) -> None:
     if (kept := call()) is not None:
-        kept.passes.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient
+        kept.passes.setdefault(private.current_graph_task_id(), {})[place] = gradient
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.debug.report import Report
 from apex.debug.tensors import params_of
 from apex.debug.watch import Watch, watch_of
@@ -54,6 +55,9 @@ def watch(
         ValueError: No parameter of the optimizers is in the models, or an option is out of range.
         RuntimeError: The optimizer is watched already.
     """
+    private.need("apex.debug")
+    if scaler is not None:
+        private.need("GradScaler")
     models, optimizers = _models(model), _optimizers(optimizer)
     if not (callable(on_fault) or on_fault in ("explain", "keep", "raise")):
         raise ValueError(

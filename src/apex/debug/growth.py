@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.debug.tensors import local
 
 _TENSORS = 8
@@ -104,4 +105,4 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     filled = [one if one.numel() else one.new_zeros(1) for one in dense]
     wide = any(one.dtype is torch.float64 for one in filled)  # torch refuses to narrow them
     dtype = torch.float64 if wide else torch.float32
-    return [*torch._foreach_norm(filled, 2.0, dtype=dtype)] if filled else []
+    return [*private.foreach_norm(filled, 2.0, dtype=dtype)] if filled else []

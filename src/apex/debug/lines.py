@@ -22,16 +22,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from apex._compat import private
+from apex._compat.private import tree_map
 from apex.debug.attaching import pop_mode
 from apex.debug.calls import Call, tensors_in, version_of
 from apex.debug.tape import Forward, Recorded, Ref, Tape
 from apex.debug.tensors import tensors_of
 
-_modes: Any = torch.overrides  # without types
 _MOST = 256  # functions and forwards of a step
 _BYTES = 256_000_000  # of what they take and give
 _SKIPPED = (
@@ -64,12 +63,12 @@ class Lines(TorchFunctionMode):
         """Record what the program computes from here on."""
         if self._is_on or self._is_stopped or self._depth or self._left <= 0 or self._elsewhere():
             return
-        if _modes._len_torch_function_stack():
+        if private.len_torch_function_stack():
             return  # a mode of the program, which it ends when it is on top
         self._is_on = True
-        _modes._push_mode(self)
-        torch_modules._global_forward_pre_hooks[id(self)] = self._enter
-        torch_modules._global_forward_hooks[id(self)] = self._leave
+        private.push_mode(self)
+        private.global_forward_pre_hooks[id(self)] = self._enter
+        private.global_forward_hooks[id(self)] = self._leave
 
     def off(self) -> None:
         """Record nothing from here on."""
@@ -78,14 +77,14 @@ class Lines(TorchFunctionMode):
         if not pop_mode(self):
             return  # inside of a function that is recorded
         self._is_on = False
-        torch_modules._global_forward_pre_hooks.pop(id(self), None)
-        torch_modules._global_forward_hooks.pop(id(self), None)
+        private.global_forward_pre_hooks.pop(id(self), None)
+        private.global_forward_hooks.pop(id(self), None)
 
     def stop(self) -> None:
         """Record nothing any more."""
         self._is_stopped = True
         self.off()
-        torch_modules._global_forward_hooks.pop(id(self), None)  # of a network that has raised
+        private.global_forward_hooks.pop(id(self), None)  # of a network that has raised
         self.tape, self._left = Tape(), 0
 
     def _elsewhere(self) -> bool:
@@ -97,7 +96,7 @@ class Lines(TorchFunctionMode):
         if next(module.parameters(), None) is not None:
             self.off()
             self._network = module
-            torch_modules._global_forward_hooks[id(self)] = self._leave
+            private.global_forward_hooks[id(self)] = self._leave
 
     def _leave(self, module: torch.nn.Module, *_: Any) -> None:
         if module is self._network:

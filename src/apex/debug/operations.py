@@ -17,7 +17,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from apex._compat.private import tree_leaves
 
 __all__ = ["MASKS", "MOVES", "READS_MASKS", "is_masking", "name_of"]
 

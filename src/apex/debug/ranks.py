@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
+
 WAIT = timedelta(seconds=60)
 dist = torch.distributed
 
@@ -62,7 +64,7 @@ class Together:
         """Whether all ranks came to explain the fault, within a minute."""
         if not self.is_parallel:
             return True
-        store = dist.distributed_c10d._get_default_store()
+        store = private.get_default_store()
         self._attempts += 1
         common = f"apex.debug/{self._name}/{self._attempts}"
         names = [f"{common}/{rank}" for rank in range(dist.get_world_size())]

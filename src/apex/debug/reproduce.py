@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
+from apex._compat.private import tree_map
 from apex.debug.tensors import describe, is_bad, tensors_of
 from apex.debug.tracing import written_by
 from apex.debug.undisturbed import undisturbed
@@ -130,7 +130,7 @@ for tensor in torch.utils._pytree.tree_leaves([result, args]):
 def _find(name: str) -> Any:
     _, packet, overload = name.split(".")
     found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, type(torch.ops.aten.add.Tensor)) else None
 
 
 def _on_cpu(leaf: Any) -> Any:

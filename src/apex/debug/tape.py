@@ -9,8 +9,8 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 
+from apex._compat.private import tree_map
 from apex.debug.calls import (
     Call,
     Replay,

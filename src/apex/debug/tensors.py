@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 
+from apex._compat.private import tree_leaves
 from apex.ops.lists.unscale import unscale_
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -23,7 +23,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested containers."""
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def is_bad(tensor: torch.Tensor) -> bool:

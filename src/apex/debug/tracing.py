@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_modules
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from apex._compat import private
+from apex._compat.private import tree_map
 from apex.debug.operations import MOVES, READS_MASKS, is_masking, name_of
 from apex.debug.tensors import HALVES, describe, is_bad, local, tensors_of
 
@@ -101,7 +101,7 @@ def written_by(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.
     return found
 
 
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counting(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations that compute, and hands them on to :meth:`compute`."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, between the looks at its arguments and at its results."""
-        node = torch._C._current_autograd_node()
+        node = private.current_autograd_node()
         module, line = self._place(node)
         if "c10d" in operation._schema.name:
             return self._collective(operation, args, kwargs)
@@ -240,12 +240,12 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
             here = (self._modules[-1], self.at or _line())
         # The newest node: of this operation, or of the autograd function that it is called in. What
         # follows and has no node, as a mask of dropout, must not take its place.
-        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, here)
+        self._forward.setdefault(private.get_sequence_nr() - 1, here)
         return here
 
     def view(self) -> None:
         """Note the place of a view: its backward may compute (a sum for ``expand``)."""
-        self._place(torch._C._current_autograd_node())
+        self._place(private.current_autograd_node())
 
     def _look_at(
         self,

@@ -11,8 +11,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map
 
+from apex._compat.private import tree_leaves, tree_map
 from apex.debug.calls import random_states, set_random_states
 from apex.debug.tensors import HALVES, is_bad, largest, local, tensors_of
 from apex.debug.tracing import Counting, key_of, written_by
@@ -80,7 +80,7 @@ class Wide(Counting):  # type: ignore[no-untyped-call]
 
     def _pair(self, result: Any, wide: Any, written: set[int]) -> Any:
         """Remember the float32 results beside 16-bit ones; give others as they are in float32."""
-        wides = iter(list(tree_iter(wide)))
+        wides = iter(list(tree_leaves(wide)))
 
         def pair(leaf: Any) -> Any:
             other = next(wides, None)

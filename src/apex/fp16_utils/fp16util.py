@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._compat import private
 from apex.amp._initialize import to_type
 from apex.amp.casting import cpu_float16
 from apex.amp.casting.containers import applier
@@ -46,7 +46,7 @@ def BN_convert_float(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _keeps_float(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.affine is True
+    return isinstance(layer, private.BatchNorm) and layer.affine is True
 
 
 def network_to_half(network: torch.nn.Module) -> torch.nn.Sequential:
@@ -303,7 +303,7 @@ def model_grads_to_master_grads(
         grads: list[Any] = [master.grad for master in masters]
         parts = unflatten(grads[0], params) if flat_master else grads
         both = [(to, p.grad) for to, p in zip(parts, params, strict=True) if p.grad is not None]
-        torch._foreach_copy_(
+        private.foreach_copy_(
             [to for to, _ in both], [x.to_dense() if x.is_sparse else x for _, x in both]
         )
 
@@ -321,7 +321,7 @@ def master_params_to_model_params(
     params, masters = list(model_params), list(master_params)
     _check_lists("master_params_to_model_params", params, masters, flat_master)
     if params:
-        torch._foreach_copy_(params, unflatten(masters[0], params) if flat_master else masters)
+        private.foreach_copy_(params, unflatten(masters[0], params) if flat_master else masters)
 
 
 def _check_lists(

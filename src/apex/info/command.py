@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from apex._compat import private
 from apex.amp.casting import cpu_float16
 from apex.cli.tables import aligned
 from apex.info import installs, machine
@@ -51,11 +52,13 @@ class LivePath:
 class Installation:
     """Everything that ``apex info`` knows.
 
-    ``speeds`` are of the CPU and of the first GPU, by device; ``warnings`` are what torch had to
-    say about this machine, and that it is busy.
+    ``missing_private_names``: of torch, by path, with what happens without each. ``speeds`` are of
+    the CPU and of the first GPU, by device; ``warnings`` are what torch had to say about this
+    machine, and that it is busy.
     """
 
     versions: dict[str, str | None]
+    missing_private_names: dict[str, str]
     devices: tuple[machine.Device, ...]
     speeds: dict[str, tuple[Speed, ...]]
     cuda: dict[str, str | None]
@@ -88,6 +91,7 @@ def collect() -> Installation:
         timed = [name for name in names if name in ("cpu", "cuda:0")]
         report = Installation(
             versions=machine.versions(),
+            missing_private_names=private.missing(),
             devices=tuple(devices),
             speeds={name: speeds(torch.device(name)) for name in timed},
             cuda=machine.cuda(),
@@ -105,7 +109,7 @@ def draw(report: Installation) -> str:
     why_not = report.why_not_triton
     triton = f"cannot run: {why_not} (plain PyTorch runs instead)" if why_not else "run"
     sections: list[tuple[str, list[Row]]] = [
-        ("Versions", [(name, found or "not installed") for name, found in report.versions.items()]),
+        ("Versions", list(_versions(report))),
         ("Devices", [row for device in report.devices for row in _device(device)]),
         ("Times, float32's = 1", list(_speeds(report.speeds))),
         ("CUDA", [*_cuda(report.cuda), ("Triton kernels", triton)]),
@@ -118,6 +122,16 @@ def draw(report: Installation) -> str:
         "\n".join([title, *aligned(rows, None if title == INSTALLS else WIDTH)])
         for title, rows in sections
     )
+
+
+def _versions(report: Installation) -> Iterator[Row]:
+    for name, found in report.versions.items():
+        yield name, found or "not installed"
+    missing = report.missing_private_names
+    says = f"has no {', '.join(missing)}" if missing else "has all private names that apex uses"
+    yield "this torch", says
+    for path, effect in missing.items():
+        yield "", f"without {path}: {effect}"
 
 
 def _device(device: machine.Device) -> Iterator[Row]:
@@ -217,7 +231,7 @@ def _unscaling(device: torch.device) -> Choice:
     try:
         one = torch.ones(1, device=device, dtype=torch.float32)
         found_inf = torch.zeros_like(one)
-        torch._amp_foreach_non_finite_check_and_unscale_([one], found_inf, one.clone())
+        private.amp_foreach_non_finite_check_and_unscale_([one], found_inf, one.clone())
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return "unavailable", f"torch's list kernel does not run here: {reason}"

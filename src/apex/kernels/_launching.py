@@ -10,14 +10,15 @@ of 8, which is enough for 128-bit accesses to 16-bit numbers.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from apex._compat import private
+
 # The device that is current, without a frame of Python. A build for CPUs has no such function.
-current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)
+current_device = private.cuda_getDevice
 
 
 def cdiv(number: int, unit: int) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -21,7 +23,7 @@ class ArgumentError(RuntimeError, TypeError, ValueError):
 
 def traced() -> bool:
     """Whether ``torch.jit.trace`` records: sizes are tensors then, and torch's functions check."""
-    return torch._C._get_tracing_state() is not None  # three frames less than jit.is_tracing
+    return private.get_tracing_state() is not None  # three frames less than jit.is_tracing
 
 
 def check_tensors(

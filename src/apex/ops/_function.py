@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 
 
@@ -48,7 +49,7 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
         """Compute; arguments as those of ``forward`` after ``ctx``."""
         if cls._own is not None:
             return cls._own.apply(*args, **kwargs)
-        if cls.autocasts or not torch._C._is_any_autocast_enabled():
+        if cls.autocasts or not private.is_any_autocast_enabled():
             return cls.function(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
         if not isinstance(x, torch.Tensor):

@@ -27,21 +27,21 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch.autograd import forward_ad
 from torch.library import Library, register_autograd, register_fake, register_vmap
 
+from apex._compat import private
 from apex.ops import _batch_invariance, _runtime
 from apex.ops._check import ArgumentError
 from apex.ops._thresholds import Threshold, threshold
 
 UNSURE = object()  #: What :meth:`op.choose` says where more than one tensor has to be looked at.
 # Each call asks for them: a name of this module takes 30 ns less than an attribute of a package.
-_compiler = torch.compiler
-_autocasts = torch._C._is_any_autocast_enabled
-_is_transformed = torch._C._are_functorch_transforms_active
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+_compiler, _forward_ad = private.compiler, private.forward_ad
+_autocasts = private.is_any_autocast_enabled
+_is_transformed = private.are_functorch_transforms_active
+_is_wrapped = private.is_functorch_wrapped_tensor
+_is_batched = private.is_legacy_batchedtensor
+_dispatch_modes = private.len_torch_dispatch_stack
 _forced = _runtime._forced
 _LIBRARY = Library("apex", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -211,7 +211,7 @@ class op:  # lower case, like torch.autocast: used as a function
         if (
             _is_transformed()
             or _is_wrapped(x)  # what is left of a transform
-            or forward_ad._current_level >= 0
+            or _forward_ad._current_level >= 0
             or _dispatch_modes() > 0
         ):
             return UNSURE
@@ -251,7 +251,7 @@ class op:  # lower case, like torch.autocast: used as a function
             implementation = self._chosen(x, args)
             if implementation is None:
                 return self.definition(*args)
-            records = torch._C._len_torch_dispatch_stack() > 0
+            records = private.len_torch_dispatch_stack() > 0
             if not records:
                 return self._function.apply(*self._split(args, implementation))  # type: ignore[no-any-return]
         return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
@@ -445,7 +445,7 @@ class op:  # lower case, like torch.autocast: used as a function
             by_name = self._definition_gradients(dy, saved, wanted)
             return tuple(by_name.get(name) for name in self.names)
         needs = [needed[i] for i in self._at_grads]
-        records = compiling or torch._C._len_torch_dispatch_stack() > 0
+        records = compiling or private.len_torch_dispatch_stack() > 0
         if implementation is None or records or _runtime.batched(dy):
             gradients = _as_tuple(self.backward_operator(dy, needs, *saved))
         else:
@@ -472,8 +472,8 @@ class op:  # lower case, like torch.autocast: used as a function
         else:
             wanted = [name for name, need in zip(self.grads, needs, strict=True) if need]
             # A dispatch mode runs operators without autograd. No gradients of these gradients.
-            key = torch._C.DispatchKey.AutogradFunctionality
-            with torch.no_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+            key = private.DispatchKey.AutogradFunctionality
+            with torch.no_grad(), private.SetExcludeDispatchKeyGuard(key, False):
                 by_name = self._definition_gradients(dy, saved, wanted)
             found = [by_name.get(name) for name in self.grads]
         # What is not needed may have been computed on the way: the sums of weight and bias are one.
@@ -521,7 +521,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
 
 # The device that is current, without a frame of Python. A build for CPUs has no such function.
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)
+_current_device = private.cuda_getDevice
 
 
 def call_on_device(

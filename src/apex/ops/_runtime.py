@@ -17,18 +17,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
+
+from apex._compat import private
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # without importing it
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # no subclass
-# What compiles the frames of this thread, if anything does; without the private function some may.
-_frames_are_compiled: Callable[[], Any] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True
-)
+# What compiles the frames of this thread, if anything does.
+_frames_are_compiled: Callable[[], Any] = private.get_eval_frame_callback
 _forced: list[str] = []  # a list and no context variable, which torch.compile cannot trace
 
 
@@ -93,22 +91,21 @@ def forced() -> str | None:
 
 def recorded() -> bool:
     """Whether torch.compile or a dispatch mode records operators, so that ours has to be one."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or private.len_torch_dispatch_stack() > 0
 
 
 def transformed() -> bool:
     """Whether vmap, another transform, forward-mode derivatives or jit.trace are at work."""
     return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
+        private.are_functorch_transforms_active()
+        or private.forward_ad._current_level >= 0
+        or (not torch.compiler.is_compiling() and private.get_tracing_state() is not None)
     )
 
 
 def batched(gradient: torch.Tensor) -> bool:
     """Whether a backward runs under vmap, for instance with ``is_grads_batched``."""
-    functorch = torch._C._functorch
-    return functorch.is_legacy_batchedtensor(gradient) or functorch.is_batchedtensor(gradient)
+    return bool(private.is_legacy_batchedtensor(gradient) or private.is_batchedtensor(gradient))
 
 
 def autocasts(device_type: str) -> bool:
@@ -130,7 +127,7 @@ def not_compiled(function: _Function) -> _Function:
     Addresses, versions of tensors and launches of kernels are nothing that it could trace. torch's
     optimizers use the same decorator, which imports the compiler at the first call only.
     """
-    disabled = _disable_dynamo(function)
+    disabled = private.disable_dynamo(function)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

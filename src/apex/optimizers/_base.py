@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch.amp.grad_scaler import OptState
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.clip import clipped
 from apex.ops.lists.overlaps import own_copies, write_back
@@ -186,6 +187,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{self._name} does not support the AMSGrad variant; leave amsgrad=False."
             )
+        private.need("FusedOptimizer")
         self.set_grad_none = set_grad_none
         self._partition = partition()
         _checks.choice(self._name, "storage", storage, STORAGES)
@@ -317,6 +319,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if noop is not None and not isinstance(noop, torch.Tensor):
             noop = None  # GradScaler's sum over the devices of no gradients: the integer 0
         if scaler is not None and scaler.is_enabled():
+            private.need("GradScaler")
             noop = self._found_inf(scaler)
             unscaled = scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED
             grad_scale = None if unscaled else scaler._get_scale_async()

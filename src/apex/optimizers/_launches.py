@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.tensor_lists import Scalar, of_one_kind, piece
 from apex.ops.updates.adam import DeviceSteps
@@ -84,10 +85,10 @@ def count_steps(
     for device, by_id in on.items():
         steps = [*by_id.values()]
         if noop is None:
-            torch._foreach_add_(steps, 1)
+            private.foreach_add_(steps, 1)
         else:
             taken = (noop.to(device, non_blocking=True) == 0).to(torch.int32)
-            torch._foreach_add_(steps, [taken.view_as(step) for step in steps])
+            private.foreach_add_(steps, [taken.view_as(step) for step in steps])
         if _runtime.waits(device):
             counts = DeviceSteps(torch.cat([step.view(1) for step in steps]).double())
             counters |= {number: (counts, place) for place, number in enumerate(by_id)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.ops._dtypes import NARROW
 from apex.ops.lists.flat import unflatten
 from apex.ops.lists.streams import HookOrder
@@ -82,7 +83,7 @@ class Bucket:
                 present.append(grad)
         self.has_all = len(present) == len(self.params)
         if present:
-            torch._foreach_copy_(views, present)
+            private.foreach_copy_(views, present)
         return None
 
     def lost(self) -> list[torch.nn.Parameter]:
@@ -93,7 +94,7 @@ class Bucket:
     def write_back(self) -> None:
         """Copy what was reduced into the gradients; a rank that had none gets one."""
         if self.has_all:
-            torch._foreach_copy_([grad for grad in self.grads if grad is not None], self.views)
+            private.foreach_copy_([grad for grad in self.grads if grad is not None], self.views)
         else:
             rows = zip(self.params, self.grads, self.views, self.flags.tolist(), strict=True)
             for param, grad, view, ranks in rows:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.amp.gradients.distributed import broadcast_parameters, is_initialized
 from apex.amp.gradients.masters import grads_to_step
 from apex.ops.lists import flat
@@ -42,7 +43,7 @@ def apply_flat_dist_call(
     call(coalesced, *(extra_args or ()))
     if call is torch.distributed.all_reduce:
         coalesced /= torch.distributed.get_world_size()
-    torch._foreach_copy_([tensor.data for tensor in bucket], unflatten(coalesced, bucket))
+    private.foreach_copy_([tensor.data for tensor in bucket], unflatten(coalesced, bucket))
 
 
 def flat_dist_call(

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from apex._compat import private
 from apex.ops.lists.flat import broadcast, group_by_size, unflatten
 from apex.parallel._bucket import AllReduce, BackwardPass, Bucket, Reducing
 
@@ -146,7 +147,7 @@ class Reduction:
         def end() -> None:
             self._finish()
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        private.execution_engine.queue_callback(end)
         one = BackwardPass(weakref.ref(end))
         for index, param in enumerate(self._params):  # called past the wrapper, unfrozen since
             if id(param) not in self._hooks and param.requires_grad and not _owner(param):

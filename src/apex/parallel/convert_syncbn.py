@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from apex._compat import private
 from apex.parallel._flat_calls import check_process_group
 from apex.parallel.sync_batchnorm import SyncBatchNorm
 
@@ -43,23 +43,24 @@ def convert_syncbn_model(
         >>> type(model[1])
         <class 'apex.parallel.sync_batchnorm.SyncBatchNorm'>
     """
+    private.need("convert_syncbn_model")
+    private.need("SyncBatchNorm")
     found: dict[torch.nn.Module, torch.nn.Module] = {}
-    for layer in (layer for layer in module.modules() if isinstance(layer, _BatchNorm)):
+    for layer in (layer for layer in module.modules() if isinstance(layer, private.BatchNorm)):
         if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
             raise ValueError(
                 f"convert_syncbn_model: {layer} does not know its number of channels yet. Run the "
                 "model on a batch first."
             )
         found[layer] = _converted(layer, process_group, channel_last)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child in found:
-                parent._modules[name] = found[child]
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if name and layer in found:
+            module.set_submodule(name, found[layer])
     return found.get(module, module)
 
 
 def _converted(
-    layer: _BatchNorm, process_group: ProcessGroup | None, channel_last: bool
+    layer: private.BatchNorm, process_group: ProcessGroup | None, channel_last: bool
 ) -> SyncBatchNorm:
     new = layer
     if not isinstance(new, SyncBatchNorm):

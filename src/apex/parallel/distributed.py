@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
+from apex._compat import private
 from apex.amp.casting.containers import applier
 from apex.amp.gradients.distributed import broadcast_parameters, inside
 from apex.ops.lists.collectives import gradient_group, ranks_agree
@@ -202,7 +202,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._watch(output)
         return output
 
-    @_disable_dynamo  # torch.compiler.disable would import Dynamo now
+    @private.disable_dynamo  # torch.compiler.disable would import Dynamo now
     def _before_forward(self) -> None:
         self._reduction.refresh()
         reduction = self._reduction
@@ -211,7 +211,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._broadcast()
             reduction.starts_equal = True
 
-    @_disable_dynamo
+    @private.disable_dynamo
     def _watch(self, output: Any) -> None:
         """Put hooks on ``output``: a backward pass begins where its gradient is computed."""
         reduction, reduces = self._reduction, self.require_backward_grad_sync
@@ -343,7 +343,7 @@ class DistributedDataParallel(torch.nn.Module):
     ) -> None:
         """Reduce ``bucket`` and write the result back; see :meth:`allreduce_bucket`."""
         reduced = self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
-        torch._foreach_copy_([t.detach() for t in bucket], unflatten(reduced, bucket))
+        private.foreach_copy_([t.detach() for t in bucket], unflatten(reduced, bucket))
 
     def allreduce_fallback(self) -> None:
         """Reduce all gradients now, in one bucket for each dtype; ranks need the same gradients."""

@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._compat import private
 from apex.amp.gradients.distributed import is_initialized
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import NARROW
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a torch without torch.distributed imports this file too
 Tensor = torch.Tensor
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(private.BatchNorm):
     """Batch norm over the batches of all processes of a group.
 
     In training mode, with ``torch.distributed`` initialized and at least two processes in the
@@ -81,6 +81,7 @@ class SyncBatchNorm(_BatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
+        private.need("SyncBatchNorm")
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         given: Any = process_group
         if isinstance(given, int) and given > 0:  # -100: this rank is in none
@@ -139,7 +140,7 @@ class SyncBatchNorm(_BatchNorm):
             y = (y + z).to(input.dtype)
         return y.relu() if self.fuse_relu else y
 
-    def _check_input_dim(self, input: Tensor) -> None:
+    def _check_input_dim(self, input: Tensor) -> None:  # torch's forward calls it too
         if input.dim() < 2:
             raise ArgumentError(f"expected at least 2D input (got {input.dim()}D input)")
 

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
+
 
 class Reparameterization:
     """Base class: how to compute a parameter from others.
@@ -118,7 +120,7 @@ class Reparameterization:
         requires_grad = any(param.requires_grad for param in self.get_params(module))
         _set_computed(module, {k: fn for k, fn in table.items() if fn is not self})
         for name in self.reparameterization_names:
-            del module._parameters[name]
+            delattr(module, name)
         module.register_parameter(self.name, torch.nn.Parameter(weight, requires_grad))
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -135,10 +137,11 @@ def install(
     reparameterization: type[Reparameterization] | None,
 ) -> list[Reparameterization]:
     """Replace parameters, after everything was checked; return the new objects."""
+    private.need("apex.reparameterization")
     kind = reparameterization
     if not (isinstance(kind, type) and issubclass(kind, Reparameterization)):
         raise TypeError(f"reparameterization was {kind!r}; pass a subclass of Reparameterization.")
-    uses = Counter(id(p) for owner in module.modules() for p in owner._parameters.values())
+    uses = Counter(id(p) for owner in module.modules() for p in _own(owner).values())
     made: list[tuple[torch.nn.Module, Reparameterization, list[torch.nn.Parameter]]] = []
     for name in names:
         owner, leaf = Reparameterization.get_module_and_name(module, name)
@@ -154,10 +157,14 @@ def install(
         made.append((owner, fn, _new_parameters(owner, fn, weight)))
     for owner, fn, params in made:
         _set_computed(owner, {**computed(owner), fn.name: fn})
-        del owner._parameters[fn.name]
+        delattr(owner, fn.name)
         for name, param in zip(fn.reparameterization_names, params, strict=True):
             owner.register_parameter(name, param)
     return [fn for _, fn, _ in made]
+
+
+def _own(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def _parameter(owner: torch.nn.Module, leaf: str, name: str) -> torch.nn.Parameter:
@@ -167,7 +174,7 @@ def _parameter(owner: torch.nn.Module, leaf: str, name: str) -> torch.nn.Paramet
                 f"{name} is reparameterized already: {old!r} is computed from "
                 f"{fn.reparameterization_names}. Call remove_reparameterization first."
             )
-    weight = owner._parameters.get(leaf)
+    weight = _own(owner).get(leaf)
     if weight is None:
         raise AttributeError(f"{name} is no parameter of this {type(owner).__name__}.")
     if torch.nn.parameter.is_lazy(weight):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex._compat import private
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam
 from apex.selftest import ops, optimizers, training
@@ -130,11 +131,11 @@ def _stepping(optimizer: Optimizer, variant: Variant, setting: Setting) -> Stepp
         optimizers.tell(made, 0.0, setting)
 
     def work() -> None:
-        torch._foreach_copy_(grads, given)
+        private.foreach_copy_(grads, given)
         made.step()
 
     def refill(number: int) -> None:
-        torch._foreach_copy_(given, optimizers.gradients(params, setting, number))
+        private.foreach_copy_(given, optimizers.gradients(params, setting, number))
 
     return params, work, refill
 

@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
+
 
 class Marked(torch.nn.Module):
     """Sets attributes of its parameters again where torch makes new ones, which have none."""
+
+    def __init__(self) -> None:
+        private.need("tensor_parallel")
+        super().__init__()
 
     def _mark(self) -> None:
         """Set the attributes."""

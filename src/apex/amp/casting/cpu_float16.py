@@ -24,8 +24,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from apex._compat import private
 from apex.amp.casting.dispatcher import caster, operator, skip_frames
 
 _Kernel = Callable[..., Any]
@@ -76,7 +76,7 @@ def widened() -> tuple[str, ...]:
 def has_float16_instructions() -> bool:
     """Whether oneDNN multiplies float16 on this CPU (``ONEDNN_MAX_CPU_ISA`` is heeded)."""
     try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return bool(private.is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):  # a torch without oneDNN
         return False
 
@@ -156,7 +156,7 @@ def _recurrent_kernel(call: _Kernel) -> _Kernel:
     half = torch.float16
 
     def kernel(keys: Any, first: torch.Tensor, *rest: Any) -> Any:
-        if first.dtype is not half or not _is_on or forward_ad._current_level >= 0:
+        if first.dtype is not half or not _is_on or private.forward_ad._current_level >= 0:
             return call(keys, first, *rest)
         lists = [value if isinstance(value, (list, tuple)) else [value] for value in rest]
         others = [t for values in lists for t in values if isinstance(t, torch.Tensor)]

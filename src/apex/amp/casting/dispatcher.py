@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.amp.casting import state
 from apex.amp.casting.containers import with_items
 from apex.amp.policy import HALF_TYPES
@@ -97,7 +98,7 @@ def _register_all(library: torch.library.Library, dtype: torch.dtype) -> None:
     """Register what casts to bfloat16 need, or what those to float16 need in addition."""
     if dtype == torch.bfloat16:
         _register(library, _ONE_TYPE_ON_CPU, "AutocastCPU", _to_widest, HALF_TYPES)
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if not private.is_mkldnn_bf16_supported():
             _register(library, _LSTM, "AutocastCPU", _to_half, HALF_TYPES)
         _register_unaligned(library)
         return
@@ -118,13 +119,13 @@ def _register(
     dtypes: tuple[torch.dtype, ...] = (torch.float16,),
 ) -> None:
     """Give the operators kernels that cast; with ``None``, that refuse to write in place."""
-    dispatch_key = getattr(torch._C.DispatchKey, key, None)
+    dispatch_key = getattr(private.DispatchKey, key, None)
     if dispatch_key is None:  # a backend whose autocast has no key of its own
         return
     for name in names.split():
         op = operator(name)
         if op is not None and not _has_kernel(op, key):
-            keys = torch._C.DispatchKeySet(dispatch_key)
+            keys = private.DispatchKeySet(dispatch_key)
             kernel = _casting(op, keys, key, cast, dtypes) if cast else _refusing(op, keys)
             library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
 
@@ -136,15 +137,15 @@ def operator(name: str) -> Any:
 
 
 def _has_kernel(op: Any, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+    return bool(private.dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
 def _casting(
     op: Any, keys: Any, key: str, cast: _Convert, dtypes: tuple[torch.dtype, ...]
 ) -> Callable[..., Any]:
     """A kernel that casts where autocast is to one of ``dtypes``; else it passes the call on."""
-    below = torch._C._ExcludeDispatchKeyGuard
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    below = private.ExcludeDispatchKeyGuard
+    composite = private.DispatchKey.CompositeImplicitAutograd
     is_composite = _has_kernel(op, composite.name)
     device = key.removeprefix("Autocast").lower()
 
@@ -170,10 +171,10 @@ def _register_unaligned(library: torch.library.Library) -> None:
     torch makes none under autocast on a GPU. On a CPU it does, and then bfloat16 products meet
     float32 norms, which is an error. It asks this function whether it can.
     """
-    op, key = operator("_nested_tensor_from_mask_left_aligned"), torch._C.DispatchKey.AutocastCPU
+    op, key = operator("_nested_tensor_from_mask_left_aligned"), private.DispatchKey.AutocastCPU
     if op is None or _has_kernel(op, key.name):
         return
-    keys, below = torch._C.DispatchKeySet(key), torch._C._ExcludeDispatchKeyGuard
+    keys, below = private.DispatchKeySet(key), private.ExcludeDispatchKeyGuard
 
     def kernel(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
         if state.current() is not None and torch.get_autocast_dtype("cpu") in HALF_TYPES:
@@ -186,7 +187,7 @@ def _register_unaligned(library: torch.library.Library) -> None:
 
 def _refusing(op: Any, keys: Any) -> Callable[..., Any]:
     """A kernel that refuses to write a result that belongs in float32 into a 16-bit tensor."""
-    below = torch._C._ExcludeDispatchKeyGuard
+    below = private.ExcludeDispatchKeyGuard
     name = op.overloadpacket.__name__
 
     def kernel(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +214,7 @@ def _is_refused(name: str) -> bool:
     current = state.current()
     if current is None or current.dtype != torch.float16 or name not in current.rules:
         return False
-    return not state.in_users_block() and torch._C._current_graph_task_id() == -1
+    return not state.in_users_block() and private.current_graph_task_id() == -1
 
 
 def tensors_in(value: Any, among: tuple[torch.dtype, ...] = CASTABLE) -> Iterator[torch.Tensor]:
@@ -272,8 +273,8 @@ def skip_frames(*functions: Any) -> None:
     compiles them as graphs of their own, whose back ends drop the change of autocast state. When
     the model is inside a compiled parent they are inlined, which this does not change.
     """
-    frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # private names; without them only compile differs
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    with contextlib.suppress(private.PrivateNameError):  # only compile differs
+        skip = private.FrameAction.SKIP
+        strategy = private.FrameExecStrategy(skip, skip)
         for function in functions:
-            frames.set_code_exec_strategy(function.__code__, strategy)
+            private.set_code_exec_strategy(function.__code__, strategy)

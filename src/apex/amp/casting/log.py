@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from apex._compat import private
 from apex.amp import _speech
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
@@ -43,6 +44,7 @@ class CastLog(TorchFunctionMode):
     """Watches the thread's calls and logs the casts they bring about."""
 
     def __init__(self) -> None:
+        private.need("amp.init(verbose=True)")
         super().__init__()
         self._watched = _watched()
         self._cached: set[int] = set()
@@ -69,10 +71,10 @@ class CastLog(TorchFunctionMode):
             return
         self._running = False
         above = []
-        while (mode := torch.overrides._pop_mode()) is not self:  # type: ignore[no-untyped-call]
+        while (mode := private.pop_mode()) is not self:
             above.append(mode)
         for mode in reversed(above):
-            torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+            private.push_mode(mode)
 
     def forget(self) -> None:
         """Note that cached weight casts are gone."""

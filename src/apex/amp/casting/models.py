@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._compat import private
 from apex._precision_policy import named_modules
 from apex.amp.casting import kept as policies
 from apex.amp.casting import state as casting
@@ -281,7 +281,7 @@ def convert(
     affine or not, is left alone; so are the modules whose ids are in ``stay``.
     """
     for module in model.modules():
-        if id(module) in stay or (keep_batchnorm and isinstance(module, _BatchNorm)):
+        if id(module) in stay or (keep_batchnorm and isinstance(module, private.BatchNorm)):
             continue
         for parameter in module._parameters.values():
             if parameter is not None and _is_castable(parameter):

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
+from apex._compat import private
 from apex.amp.casting import cpu_float16, dispatcher, state
 from apex.amp.casting.log import CastLog
 from apex.amp.casting.state import Casts, Rule
@@ -291,7 +292,7 @@ def _unless_saved(function: Callable[..., Any]) -> Callable[..., Any]:
     hooks with gradients off. Those of a checkpoint call no ``cpu``: there the program does.
     """
     cast = _wrap(_key(torch.Tensor, "cpu"), function, native=True)
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    hooks = private.top_saved_tensors_default_hooks
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

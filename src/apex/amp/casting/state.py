@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from apex import _compat
+from apex._compat import private
 
 
 class Rule(NamedTuple):
@@ -145,7 +146,7 @@ def current() -> Casts | None:
     """
     if _compat.is_compiling():
         return thread.casts or (_newest_restored() if _alive else None)
-    backward = torch._C._current_graph_task_id()
+    backward = private.current_graph_task_id()
     if backward != thread.backward:
         return _newest_restored()
     if thread.casts is None and backward == -1 and _alive and _is_autograds_thread():
@@ -178,7 +179,7 @@ def recompute(
     torch has put the autocast state of the forward back already.
     """
     before = thread.casts, thread.backward
-    thread.casts, thread.backward = casts, torch._C._current_graph_task_id()
+    thread.casts, thread.backward = casts, private.current_graph_task_id()
     try:
         return function(*args, **kwargs)
     finally:
@@ -223,7 +224,7 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
 def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
     thread.casts = casts
     if not torch.compiler.is_compiling():
-        thread.backward = torch._C._current_graph_task_id()
+        thread.backward = private.current_graph_task_id()
     if casts is None:
         _turn(dict.fromkeys(device_types(), False))
     else:
@@ -238,7 +239,7 @@ def _put_back(saved: _Saved) -> None:
 def _change(states: _States) -> None:
     """Set autocast's state."""
     if states and not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break()
+        private.graph_break()
     for device, enabled, dtype in states:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
@@ -247,7 +248,7 @@ def _change(states: _States) -> None:
 def _turn(enabled: dict[str, bool]) -> None:
     """Switch autocast on or off, with the dtypes that are in force."""
     if not _compat.TRACES_SET_AUTOCAST and torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break()
+        private.graph_break()
     for device, is_on in enabled.items():
         torch.set_autocast_enabled(device, is_on)
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from apex import _compat
+from apex._compat import private
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.parameters import Pairs
 from apex.ops.lists import flat
@@ -73,8 +73,7 @@ def _active_wrapper() -> Any:
         return None
     if _active:
         return _active[-1]
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    return wrapper._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return private.get_active_ddp_module()
 
 
 def _refuse_join(wrapper: Any) -> None:
@@ -179,7 +178,7 @@ class ForwardRecord:
 
     def begin(self, model: torch.nn.Module) -> None:
         """Note that a forward of ``model`` begins."""
-        if self.is_replayed or torch._C._current_graph_task_id() != -1:  # recomputed by a backward
+        if self.is_replayed or private.current_graph_task_id() != -1:  # recomputed by a backward
             return
         if self.is_cast:
             if self._model is None and not getattr(model, "_is_replica", False):
@@ -299,7 +298,7 @@ class ForwardRecord:
             self._note(traced)
 
 
-@_disable_dynamo  # torch.compiler.disable would import Dynamo now
+@private.disable_dynamo  # torch.compiler.disable would import Dynamo now
 def _begin(record: ForwardRecord, model: torch.nn.Module) -> None:
     record.begin(model)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from apex import _compat
+from apex._compat import private
 from apex.amp.gradients.masters import Master, table
 from apex.amp.gradients.tensors import accumulate, any_nonzero, stored_values, write_zeros
 from apex.amp.policy import HALF_TYPES
@@ -102,16 +102,19 @@ class KeptGradients:
 
     def _state(self) -> tuple[Any, ...]:
         tensors, in_c = self._tensors, self._in_c
-        count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
         in_python = list(map(sys.getrefcount, tensors)), list(map(sys.getrefcount, self._storages))
-        owners = *in_python, list(map(count, tensors)), list(map(_compat.storage_use_count, in_c))
+        owners = (
+            *in_python,
+            list(map(private.use_count, tensors)),
+            list(map(private.storage_Use_Count, in_c)),
+        )
         return *owners, addresses(tensors), list(map(_REQUIRES_GRAD, tensors))
 
     def like(
         self, grads: Sequence[torch.Tensor], masters: Any, *, is_captured: bool
     ) -> list[torch.Tensor]:
         """Gradients of the shapes and devices of ``grads``, kept for the same ``masters``."""
-        if _compat.storage_use_count is None or is_captured:
+        if private.storage_Use_Count is None or private.use_count is None or is_captured:
             return [_empty_float32(grad) for grad in grads]
         if self._masters != masters or self._state() != self._at_first:
             self._keep(grads, masters)
@@ -222,7 +225,7 @@ class Pairs:
                     rounded.append(row)
             if rounded:
                 weights, tensors, _ = zip(*rounded, strict=True)
-                torch._foreach_copy_(list(weights), list(tensors))
+                private.foreach_copy_(list(weights), list(tensors))
         self.record()
 
     def is_written(self) -> bool:
@@ -242,7 +245,7 @@ class Pairs:
             table.forget_before()
         if self.weights:
             with torch.no_grad():
-                torch._foreach_copy_(self.weights, self.tensors)
+                private.foreach_copy_(self.weights, self.tensors)
             self.record()
 
     def for_kernel(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -278,7 +281,7 @@ class Pairs:
             masters = table.changes, [master for _, _, master in rows]
             copies = self._kept.like(grads, masters, is_captured=is_captured)
             if fill and copies:
-                torch._foreach_copy_(copies, grads)
+                private.foreach_copy_(copies, grads)
         more = []
         versions = list(map(_VERSION, grads))
         columns = zip(rows, grads, versions, copies, strict=True)

@@ -21,6 +21,7 @@ from operator import attrgetter, itemgetter
 
 import torch
 
+from apex._compat import private
 from apex.amp.gradients.parameters import addresses
 from apex.amp.gradients.tensors import accumulate
 from apex.ops.lists.tensor_lists import OWN_MEMORY
@@ -125,7 +126,7 @@ class Stash(dict[torch.Tensor, torch.Tensor]):
         if len({*memory}) < len(memory):  # two weights have one gradient
             own = both = []
         if both:
-            torch._foreach_add_([*map(_FIRST, both)], [*map(_SECOND, both)])
+            private.foreach_add_([*map(_FIRST, both)], [*map(_SECOND, both)])
         for weight, grad in own:
             weight.grad = grad
         done = {id(weight) for weight, _ in own}

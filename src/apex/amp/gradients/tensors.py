@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.tensor_lists import OWN_MEMORY, local
 
 
@@ -31,7 +32,7 @@ def accumulate(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             into.append(now)
             new.append(grad)
     if new:
-        torch._foreach_add_(into, new)
+        private.foreach_add_(into, new)
 
 
 def write_zeros(grad: torch.Tensor) -> None:

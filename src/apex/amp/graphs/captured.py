@@ -25,6 +25,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from apex._compat import private
 from apex._program import stacklevel
 from apex.amp.gradients.masters import table
 from apex.amp.graphs import arguments as kinds
@@ -98,6 +99,7 @@ def capture(
         raise TypeError(f"amp.capture: function was {function!r}; pass a function, a train_step.")
     if type(warmup) is not int or warmup < 1:
         raise ValueError(f"amp.capture: warmup was {warmup!r}; it must be a whole number above 0.")
+    private.need("amp.capture")
     return CapturedStep(function, warmup, list(generators))
 
 
@@ -290,7 +292,7 @@ class CapturedStep(Generic[_Results]):
     def _replay(self, graph: _Graph, tensors: list[torch.Tensor]) -> _Results:
         graph.followed.follow()
         if tensors:
-            torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
+            private.foreach_copy_(graph.inputs, tensors, non_blocking=True)
         self._device_graph.replay()
         self.replays += 1
         if table.with_before:  # as a step does

@@ -28,6 +28,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from apex._compat import private
 from apex.amp.gradients import captures
 from apex.amp.gradients.ledger import Pass
 from apex.amp.gradients.left import Left
@@ -251,8 +252,10 @@ class Followed:
         names = [f"what amp knows of {type(one).__name__}" for one in self.optimizers]
         yield state_of, self.optimizers, names
         yield attrgetter("observer"), self.states, names
-        memory = [storage.cdata for storage in self._read]
-        yield torch.UntypedStorage._expired, memory, [_READ] * len(memory)
+        expired, memory = private.expired, [storage.cdata for storage in self._read]
+        if expired is None:
+            expired, memory = StorageWeakRef.expired, [*self._read]
+        yield expired, memory, [_READ] * len(memory)
         hooks = self._hooks_now()
         yield len, hooks, [_HOOK] * len(hooks)  # of removed ones nobody counts
         some = [] if self._clears else self._params[:: 1 + len(self._params) // _LOOKED_AT]

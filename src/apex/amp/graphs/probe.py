@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from apex._compat import private
+from apex._compat.private import tree_leaves
 from apex.amp.gradients.parameters import addresses
 from apex.amp.graphs.followed import (
     Followed,
@@ -63,7 +63,7 @@ _OF_THE_HOST = (
 )
 
 
-class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks for what a capture on ``device`` would not take, and a replay not do.
 
     What apex does itself is left out: in a capture it does something else, or raises by itself.
@@ -106,7 +106,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lines = [
             line
             for storage, line in self._read.values()
-            if torch.UntypedStorage._expired(storage.cdata)
+            if storage.expired()  # type: ignore[no-untyped-call]
         ]
         if not lines:
             return ""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.info.clocks import Call
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.tensor_norms import l2_norm
@@ -113,9 +114,9 @@ def _lists(count: int, shapes: Shapes, dtype: torch.dtype, device: torch.device)
 def _foreach_axpby(
     flag: torch.Tensor, _: torch.Tensor, x: Tensors, y: Tensors, out: Tensors
 ) -> None:
-    torch._foreach_copy_(out, y)
-    torch._foreach_mul_(out, 2.0)
-    torch._foreach_add_(out, x, alpha=0.5)
+    private.foreach_copy_(out, y)
+    private.foreach_mul_(out, 2.0)
+    private.foreach_add_(out, x, alpha=0.5)
 
 
 def _on_lists(
@@ -136,9 +137,9 @@ OF_LISTS: tuple[TimedCase, ...] = (
     _on_lists("scale", 1, 2, {
         "apex": lambda flag, _, x: scale_(x, x, 0.999, flag),
         "torch fused": lambda flag, factor, x: (
-            torch._amp_foreach_non_finite_check_and_unscale_(x, flag, factor)
+            private.amp_foreach_non_finite_check_and_unscale_(x, flag, factor)
         ),
-        "torch foreach, no check": lambda flag, _, x: torch._foreach_mul_(x, 0.999),
+        "torch foreach, no check": lambda flag, _, x: private.foreach_mul_(x, 0.999),
     }),
     # ``out = a * x + b * y``; ours looks for inf and nan too.
     _on_lists("axpby", 3, 3, {
@@ -173,12 +174,12 @@ def _call(mode: str, function: Function, inputs: Inputs) -> Call:
 
 
 def _compiled(function: Function) -> Function:
-    torch._dynamo.reset()  # else torch gives up compiling at the ninth shape or dtype
+    torch.compiler.reset()  # else torch gives up compiling at the ninth shape or dtype
     compiled = torch.compile(function, **COMPILE)
 
     def call(*inputs: Any) -> torch.Tensor:
         # Donated buffers would refuse a second backward pass over the same graph.
-        with torch._functorch.config.patch(donated_buffer=False):
+        with private.functorch_config.patch(donated_buffer=False):
             return compiled(*inputs)
 
     return call

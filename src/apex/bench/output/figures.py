@@ -135,7 +135,6 @@ def _settings(salt: str) -> Iterator[None]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "hatch.linewidth": 0.6,
-        "lines.scale_dashes": False,  # lines that coincide take turns, whatever their widths
         **dict.fromkeys(
             ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
         ),
@@ -187,12 +186,10 @@ def _legend(figure: "Figure") -> None:
             by_name.setdefault(name, handle)
     if by_name:
         columns = _legend_columns(list(by_name), figure.get_figwidth())
-        made = figure.legend(
+        figure.legend(
             list(by_name.values()), list(by_name), loc="outside upper center", frameon=False,
             ncols=columns, fontsize=8.5,
         )  # fmt: skip
-        for line in made.get_lines():
-            line.set_linestyle("-")
 
 
 def _legend_columns(names: Sequence[str], inches: float) -> int:

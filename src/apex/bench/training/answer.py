@@ -1,24 +1,33 @@
-"""The answer of a report: which level to take, or to stay with float32, or why nobody can tell.
+"""The answer of a report, in one or two sentences that a person can act on.
 
-A level is taken if it is faster, or as fast with less memory, and has not lost accuracy. Torch's
-own autocast and TF32 stand beside it. "No answer" names its true reason: a busy machine, a time
-budget that cut, an interruption, or too few seeds.
+Asked in this order: was anything compared; did other programs disturb it; is there a level that is
+faster, or as fast with less memory, and has not lost accuracy; could a level be one that these
+seeds or steps cannot tell; else float32. "Take" is said only of a level whose quality was proved
+with whole trainings. Levels whose losses are the same numbers differ in speed alone: the fastest is
+named, or all that are as fast, torch's own autocast among them.
 """
 
 from collections.abc import Sequence
 
 from apex.bench.intervals import LEAST
 from apex.bench.training.results import Results
-from apex.bench.training.rows import BASELINE
-from apex.bench.training.sentences import ALIKE, alike, times, why_not_native
+from apex.bench.training.rows import BASELINE, mean
+from apex.bench.training.sentences import (
+    ALIKE,
+    SAME_MEMORY,
+    TORCH_NAMES,
+    alike,
+    quality,
+    times,
+    why_not_native,
+)
 from apex.bench.training.verdict import Verdict
+from apex.cli.options import unique
 
 __all__ = ["answers"]
 
 WORTH = 1.05  # times the speed, at least, of a level to take
 LESS = 0.9  # times the memory, at most
-SLOWER = "took longer"
-TOO_LONG = "took too long for the budget"
 
 
 def answers(report: Results, of: Sequence[Verdict]) -> list[str]:
@@ -33,23 +42,20 @@ def answers(report: Results, of: Sequence[Verdict]) -> list[str]:
             and v.other.label.removesuffix(" TF32 off") == BASELINE
         ]
         before = f"{task}, batch {batch}: " if len(places) > 1 else ""
-        found.append(before + _answer(here))
+        found.append(before + _answer(report, here))
     return found
 
 
-def _answer(of: Sequence[Verdict]) -> str:
+def _answer(report: Results, of: Sequence[Verdict]) -> str:
     if not of:
         return "No answer: O0 and another level are needed."
     if not any(run.status == "ok" for run in of[0].other.runs):
         return f"No answer: {of[0].other.label}: {of[0].other.problem}."
     right = [v for v in of if _trained(v) and not _bad(v)]
-    faster = [v for v in right if v.speed and v.speed.low > 1 and v.speed.value >= WORTH]
-    smaller = [v for v in right if v.memory and v.memory <= LESS and v.speed and not _slower(v)]
-    best = sorted(faster, key=lambda v: -v.speed.value if v.speed else 0.0)
-    best = best or sorted(smaller, key=lambda v: v.memory or 1.0)
-    if best:
-        proved = [v for v in best if v.same or ((judged := v.accuracy or v.loss) and judged.fine)]
-        return _take((proved or best)[0], of, proved=bool(proved))
+    if report.busy:
+        return f"No advice: {report.busy}. End them and run again."
+    if best := _best(right):
+        return _advice(best, of)
     unknown: dict[str, list[str]] = {}
     for v in right:
         if why := _unknown(v):
@@ -57,7 +63,104 @@ def _answer(of: Sequence[Verdict]) -> str:
     if unknown:
         why, labels = next(iter(unknown.items()))
         return f"No answer{'' if len(labels) == len(of) else ' on ' + ', '.join(labels)}: {why}."
-    return _stay(of)
+    return _stay(of, right)
+
+
+def _trained(of: Verdict) -> bool:
+    """Whether it did at each seed: a level that diverges at one of five is no advice."""
+    return bool(of.row.runs) and all(run.status == "ok" for run in of.row.runs)
+
+
+def _bad(of: Verdict) -> bool:
+    return any(judged is not None and judged.worse for judged in (of.accuracy, of.loss))
+
+
+# --- a level -------------------------------------------------------------------------------------
+
+
+def _best(right: Sequence[Verdict]) -> list[Verdict]:
+    """Find the best level and those that compute the same as fast, in the order of the rows."""
+    faster = [v for v in right if v.speed and v.speed.low > 1 and v.speed.value >= WORTH]
+    smaller = [v for v in right if v.memory and v.memory <= LESS and v.speed and not _slower(v)]
+    best = faster or smaller
+    order = sorted(best, key=lambda v: -v.ratio if faster and v.ratio else v.memory or 1.0)
+    top = next(filter(_proved, order), order[0] if order else None)
+    return [v for v in best if top and (v is top or _as_good(v, top))]
+
+
+def _as_good(of: Verdict, top: Verdict) -> bool:
+    """Whether it computes the same, and the intervals of the speeds overlap."""
+    mine, best = of.speed, top.speed
+    overlap = mine and best and mine.high >= best.low and best.high >= mine.low
+    return bool(overlap) and of.row.arithmetic == top.row.arithmetic
+
+
+def _proved(of: Verdict) -> bool:
+    """Whether whole trainings have shown that no quality is lost."""
+    fine = of.same or (of.quality is not None and of.quality.fine)
+    return fine and not of.cut and not of.other.unlearnt
+
+
+def _advice(best: Sequence[Verdict], among: Sequence[Verdict]) -> str:
+    of = best[0]
+    speeds = [v.speed for v in best if v.speed]
+    if any(speed.low <= 1 for speed in speeds):
+        ends = f"{min(s.low for s in speeds):.2f} to {max(s.high for s in speeds):.2f} times as"
+        speed = f"{'about as' if all(map(alike, speeds)) else ends} fast"
+    else:
+        speed = f"{_range([speed.value for speed in speeds])} times as fast"
+    memory = _range([v.memory for v in best if v.memory])
+    used = "" if not of.memory or abs(of.memory - 1) < SAME_MEMORY else (
+        f" in {memory} of the memory" if of.memory < 1 else f" with {memory} times the memory"
+    )  # fmt: skip
+    said = f"trains {speed} here{used}{_beside(best, among)}. {_quality(of)}"
+    return f"Take {_names(best)}: it {said}" if _proved(of) else f"{_names(best)} {said}"
+
+
+def _names(of: Sequence[Verdict]) -> str:
+    labels = [_name(v) for v in of]
+    several = " or ".join(filter(None, [", ".join(labels[:-1]), labels[-1]]))
+    return f"{TORCH_NAMES.get(of[0].row.dtype, 'TF32')} ({several})"
+
+
+def _name(of: Verdict) -> str:
+    return "torch's own autocast" if of.row.level.startswith("native-") else of.row.label
+
+
+def _range(values: Sequence[float]) -> str:
+    return " to ".join(unique(f"{end:.2f}" for end in (min(values), max(values)))) if values else ""
+
+
+def _beside(best: Sequence[Verdict], among: Sequence[Verdict]) -> str:
+    """Write the speed of what computes the same, of torch's autocast and of TF32 alone."""
+    row = best[0].row
+    labels = {f"native-{row.dtype}{row.label.removeprefix(row.level)}", f"{BASELINE} TF32 on"}
+    found = []
+    for v in among:
+        if v not in best and (v.row.arithmetic == row.arithmetic or v.row.label in labels):
+            name = "TF32 alone" if v.row.level == BASELINE else _name(v)
+            found.append(f"{name}: {times(v.ratio) if v.ratio and not v.noise else 'no verdict'}")
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _quality(of: Verdict) -> str:
+    """Say what was measured of its quality, and what would decide; no margin is named."""
+    if of.cut:
+        return (
+            f"The time budget cut the trainings to {of.cut:.0f} % of their steps, too few to speak "
+            "of quality: run again with a larger `--budget`."
+        )
+    if of.other.unlearnt:
+        return f"But {of.other.label}'s accuracy is {of.other.unlearnt}."
+    if of.same:
+        return f"Its losses are those of {of.other.label} to the last bit."
+    if of.quality is None:
+        return "Its quality could not be compared."
+    name, _, difference = quality(of)[0].partition(":")
+    losses = [row.test_losses or row.final_losses for row in (of.row, of.other)]
+    values = [of.row.accuracies, of.other.accuracies] if of.accuracy else losses
+    both = " beside ".join(f"{mean(each):.{3 if of.accuracy else 2}g}" for each in values)
+    return f"{name.capitalize()} {both}{' %' if of.accuracy else ''}:{difference}."
 
 
 # --- why there is no answer ----------------------------------------------------------------------
@@ -67,11 +170,11 @@ def _unknown(of: Verdict) -> str | None:
     """Say what keeps a level that trained well from being told fast, slow, small or large."""
     if of.noise:
         return of.noise
-    busy = f"; {of.row.report.busy}" if of.row.report.busy else ""
     if of.speed is None:
-        return None if _slower(of) else _why_no_interval(of) + busy
+        return None if _slower(of) else _why_no_interval(of)
     if of.speed.low <= 1 and (of.speed.value >= WORTH or of.speed.high > ALIKE):
-        return f"{of.seeds} seeds cannot tell whether it is faster{busy}"
+        ends = f"{times(of.speed.low)} to {times(of.speed.high)} times as fast"
+        return f"{of.seeds} seeds cannot tell whether it is faster ({ends})"
     return "its memory was not measured" if of.memory is None and not _slower(of) else None
 
 
@@ -79,17 +182,16 @@ def _why_no_interval(of: Verdict) -> str:
     """Say why a speed without noise has no interval: of the causes the first that is so."""
     report, planned = of.row.report, len(of.row.cells)
     steps = max((len(run.step_ms) for run in (*of.row.timed, *of.other.timed)), default=0)
-    cut = of.row.cut or of.other.cut
     counts = f"{of.seeds} of {planned} seeds"
-    if of.seeds >= LEAST or (cut and not of.seeds):
-        who = "the time budget cut the trainings to" if cut else "the trainings have"
+    if of.seeds >= LEAST or (of.cut and not of.seeds):
+        who = "the time budget cut the trainings to" if of.cut else "the trainings have"
         return f"{who} {steps} steps, too few to compare"
     if report.left_out:
         return f"the time budget left no time for more than {counts[0]} of the seeds"
     if len({run.cell for run in of.row.runs}) < planned:
         return f"interrupted after {counts}, and {LEAST} are needed to compare"
     if planned >= LEAST:
-        why = "the time budget cut the others" if cut else "the others are too short"
+        why = "the time budget cut the others" if of.cut else "the others are too short"
         if of.other.problem:
             why = f"{of.other.label}: {of.other.problem}"
         return f"only {counts} can be compared ({why})"
@@ -100,84 +202,35 @@ def _why_no_interval(of: Verdict) -> str:
 # --- no level is worth it ------------------------------------------------------------------------
 
 
-def _stay(of: Sequence[Verdict]) -> str:
-    """Say that nothing is worth it, what each level did, and the known reason of slow ones."""
-    found: dict[str, list[str]] = {}
+def _stay(of: Sequence[Verdict], right: Sequence[Verdict]) -> str:
+    """Say that nothing is worth it: why no level is faster, and what ails those that are."""
+    faults: dict[str, list[str]] = {}
     for v in of:
-        found.setdefault(_why_not(v), []).append(v.row.label)
-    each = "; ".join(f"{', '.join(labels)} {why}" for why, labels in found.items())
-    trained = all(_trained(v) or v.row.stopped for v in of)
-    nothing = trained and not any(_faster(v) for v in of)
-    return f"Stay with float32 here: {'no level was faster. ' if nothing else ''}{each}."
+        if v not in right and not v.row.stopped:
+            faults.setdefault(_fault(v), []).append(v.row.label)
+    said = [f"{', '.join(labels)} {fault}" for fault, labels in faults.items()]
+    slow = [v for v in of if v in right or v.row.stopped]
+    dtypes, environment = unique(v.row.dtype for v in slow), of[0].row.report.environment
+    why = why_not_native(environment, *dtypes)
+    timed = [(v.ratio, v.row.label) for v in slow if v.ratio]
+    known = why and all(why_not_native(environment, dtype) for dtype in dtypes)
+    reasons = [why] if why and known else []
+    if timed:
+        ratio, label = max(timed)
+        reasons.append(f"even the fastest, {label}, trains {times(ratio)} times as fast")
+    head = f"no level is faster{', because ' if reasons else ''}{': '.join(reasons)}"
+    if faster := any(v.ratio and v.ratio > 1 for v in of if v not in slow):
+        head = "no faster level trains as well"
+    if why and (faster or not known):
+        said.append(f"{why[0].upper()}{why[1:]}")
+    return f"Stay with float32 here: {'. '.join([head, *said])}."
 
 
-def _faster(of: Verdict) -> bool:
-    return of.speed.low > 1 if of.speed else bool(of.ratio and of.ratio > 1)
-
-
-def _why_not(of: Verdict) -> str:
-    if of.row.stopped or (_trained(of) and _slower(of)):
-        why = why_not_native(of.row.report.environment, of.row.dtype)
-        return (TOO_LONG if of.row.stopped else SLOWER) + (f" ({why})" if why else "")
+def _fault(of: Verdict) -> str:
     if not _trained(of):
         return "did not train to the end at each seed"
-    if _bad(of):
-        return (
-            "lost accuracy" if of.accuracy and of.accuracy.worse else f"had a higher {of.loss_of}"
-        )
-    return f"stayed below {WORTH} times the speed and above {LESS} times the memory"
-
-
-# --- a level to take -----------------------------------------------------------------------------
-
-
-def _take(of: Verdict, among: Sequence[Verdict], *, proved: bool) -> str:
-    parts, speed = [], of.speed
-    beside = _others(of, among)
-    if speed and speed.low > 1:
-        parts.append(f"{times(speed.value)} times the speed{beside}")
-    elif speed:
-        ends = f"{speed.low:.2f} to {speed.high:.2f} times the speed"
-        parts.append(f"{'about as fast as O0' if alike(speed) else ends}{beside}")
-    if of.memory and of.memory <= LESS:
-        parts.append(f"{of.memory:.2f} times the memory")
-    quality = of.accuracy or of.loss
-    within = f"within {of.accuracy.margin:.2g} points" if of.accuracy else "within 5 %"
-    what = "accuracy" if of.accuracy else of.loss_of
-    has = f"{of.row.label}: {', '.join(parts)}"
-    if of.other.unlearnt:
-        return f"Perhaps {has}. But {of.other.label}'s accuracy is {of.other.unlearnt}."
-    if of.same:
-        return f"Take {has}, the same losses as {of.other.label}."
-    if proved:
-        return f"Take {has}, {what} {within}."
-    if quality is None:
-        return f"Perhaps {has}. But its quality could not be compared."
-    more = f"; about {quality.needed} would" if quality.needed else ""
-    unknown = f"{quality.seeds} seeds cannot tell whether its {what} is {within}"
-    return f"Perhaps {has}. But {unknown}{more}."
-
-
-def _others(of: Verdict, among: Sequence[Verdict]) -> str:
-    """Write what torch's autocast in the same dtype has, and TF32 alone, if they were trained."""
-    row = of.row
-    labels = {f"native-{row.dtype}{row.label.removeprefix(row.level)}": "torch's autocast"}
-    labels |= {f"{BASELINE} TF32 on": "TF32 alone"}
-    found = []
-    for v in among:
-        if v is not of and v.row.label in labels:
-            value = times(v.ratio) if v.ratio and not v.noise else "no verdict"
-            found.append(f"{labels[v.row.label]}: {value}")
-    return f" ({'; '.join(found)})" if found else ""
-
-
-def _trained(of: Verdict) -> bool:
-    """Whether it did at each seed: a level that diverges at one of five is no advice."""
-    return bool(of.row.runs) and all(run.status == "ok" for run in of.row.runs)
-
-
-def _bad(of: Verdict) -> bool:
-    return any(judged is not None and judged.worse for judged in (of.accuracy, of.loss))
+    lost = of.accuracy and of.accuracy.worse
+    return "lost accuracy" if lost else f"had a higher {of.loss_of}"
 
 
 def _slower(of: Verdict) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from apex.bench.training import plan, report, tasks
-from apex.bench.training.notes import how_measured
+from apex.bench.training.notes import LEFT_OUT, how_measured
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Results, write
+from apex.bench.training.sentences import why_not_native
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.trainer import OPTIMIZERS
 from apex.bench.training.warned import Warned, each_once
@@ -37,7 +38,6 @@ from apex.cli.options import (
     unique,
 )
 from apex.cli.progress import Bar, progress
-from apex.info import machine
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -47,9 +47,11 @@ HELP = (
 )
 BATCH = 128
 MARGIN = 0.5
+SEEDS, QUICK_SEEDS = 3, 6
 DEFAULT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "native-fp16", "native-bf16")
 OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 TRAINED = "{task.completed:.1f} of {task.total} trainings"  # beside the progress bar
+FIRST = 1.5  # times the share of a later seed
 FOR_THE_REST = 0.12  # of a budget: plots and page
 PLOTS_S = 6.0  # that they take: 5 to 7 s on one core of a Xeon, whatever was trained
 
@@ -61,14 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--task", nargs="+", default=["digits-cnn"], metavar="TASK",
         help=f"{named}; or file.py:function, see the docs (default: digits-cnn)")
-    add("--levels", nargs="+", choices=[*LEVELS, *ALIASES], default=list(DEFAULT_LEVELS),
-        metavar="LEVEL",
+    add("--levels", nargs="+", choices=[*LEVELS, *ALIASES], metavar="LEVEL",
         help="O0 to O5, native-fp16 and native-bf16 (torch.autocast), FP16 (FP16_Optimizer, static "
-        "scale); FP32 is O0 and amp is O1 (default: all but FP16)")
+        "scale); FP32 is O0 and amp is O1 (default: all but FP16, and without native-fp16 where "
+        "the device has no float16 arithmetic)")
     add("--batch", nargs="+", type=at_least(1), default=[BATCH], metavar="N",
         help=f"samples per step (default: {BATCH})")
-    add("--seeds", type=at_least(1), default=3, metavar="N",
-        help="train all with N seeds; below 3 there are no intervals (default: %(default)s)")
+    add("--seeds", type=at_least(1), metavar="N",
+        help=f"train all with N seeds; below 3 there are no intervals (default: {SEEDS}, and "
+        f"{QUICK_SEEDS} with --quick)")
     add("--budget", type=_seconds, metavar="TIME",
         help="stop slow levels and cut trainings so that all takes so long: 90s, 10m, 2h")
     add("--margin", type=positive, default=MARGIN, metavar="POINTS",
@@ -131,12 +134,15 @@ class _Bench:
         device = pick_device(args.device)
         self._options = TaskOptions(device, args.quick, args.data)
         batches = unique(args.batch)
-        levels = _levels(args.levels, args.tf32, device)
+        here = environment(device)
+        slow = why_not_native(here, "fp16")  # it takes six times O0's time
+        default = [name for name in DEFAULT_LEVELS if not (slow and name == "native-fp16")]
+        levels = _levels(args.levels or default, args.tf32, device)
         described = [_described(name, args, self._options, batches) for name in unique(args.task)]
         ways = {"compile": args.compile, "quick": args.quick}
         cells = tuple(
             Cell(level=level, tf32=tf32, batch=batch, seed=seed, **task, **ways)
-            for seed in range(args.seeds)
+            for seed in range(args.seeds or (QUICK_SEEDS if args.quick else SEEDS))
             for task in described
             for batch in batches
             for level, tf32 in levels
@@ -144,7 +150,6 @@ class _Bench:
         self._file = args.out / "results.json"
         check_folder("--out", args.out / "cells")
         check_file("--out", self._file)
-        here = environment(device)
         self._store = plan.Store(args.out / "cells", {**here, "budget": args.budget}, self._options)
         if args.fresh:
             self._store.forget(cells)
@@ -155,15 +160,12 @@ class _Bench:
             margin=args.margin,
             target=args.target,
             budget_s=args.budget,
-            notes=how_measured(device),
-            busy=machine.busy(),
+            notes=how_measured(device) | ({LEFT_OUT: slow} if slow and not args.levels else {}),
         )
 
     def run_all(self) -> None:
         groups = plan.groups(self.report.plan)
         with progress(len(self.report.plan), TRAINED) as bar:
-            if self.report.busy:
-                bar.print(f"{self.report.busy}.")
             device = self._options.device
             if device.type == "cuda":  # events are recorded on the current one
                 torch.cuda.set_device(device.index or 0)
@@ -181,6 +183,11 @@ class _Bench:
         rest = max(FOR_THE_REST * budget, min(PLOTS_S, budget / 2))
         return budget - rest - (time.monotonic() - self._began)
 
+    def _share(self, seed: int, groups_left: int) -> float:
+        """Seconds of the budget for the next group; at the first seed memory is measured, too."""
+        share = (FIRST if seed == 0 else 1.0) / groups_left
+        return max(1.0, self._left() * min(1.0, share))
+
     def _leave_out(self, cells: Sequence[Cell], bar: Bar) -> None:
         """Take trainings out of the plan: what cannot be cut any further would not fit."""
         bar.print(f"The time budget has no time for the last {len(cells)} trainings.")
@@ -195,7 +202,7 @@ class _Bench:
         kept, ended = self._store.get(group), "kept from an earlier run"
         if kept is None:
             begin = time.monotonic()
-            budget = None if self.report.budget_s is None else max(1.0, self._left() / groups_left)
+            budget = None if self.report.budget_s is None else self._share(cell.seed, groups_left)
 
             def on_progress(share: float, line: str | None, place: str | None = None) -> None:
                 bar.update(share * len(group))

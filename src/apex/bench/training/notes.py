@@ -9,13 +9,20 @@ import torch
 
 from apex.bench import memory
 from apex.bench.training.profiling import FEW_STEPS
-from apex.bench.training.results import Results
+from apex.bench.training.results import BUSY, Results
 from apex.bench.training.rows import BASELINE, LevelRow, rows
 from apex.bench.training.turns import BLOCK
-from apex.bench.training.verdict import BUSY, LOSS_MARGIN, NOISY, Verdict, same_arithmetic
+from apex.bench.training.verdict import (
+    LOSS_MARGIN,
+    NOISY,
+    UNEVEN,
+    Verdict,
+    same_arithmetic,
+)
 
-__all__ = ["how_measured", "marks", "notes", "problems", "source"]
+__all__ = ["LEFT_OUT", "how_measured", "marks", "notes", "problems", "source"]
 
+LEFT_OUT = "native-fp16 left out"  # a key of `Results.notes`
 AGREE = 1.05  # times: what rounding and the spread of steps leave between two columns
 
 
@@ -33,9 +40,9 @@ def marks(report: Results) -> list[str]:
     if report.quick:
         found.append("QUICK: less data")
     if report.busy:
-        found.append(report.busy.replace("busy machine", "BUSY MACHINE"))
+        found.append(f"BUSY MACHINE: {report.busy}")
     elif any(row.unsteady for row in made):
-        found.append(f"BUSY MACHINE: {BUSY}")
+        found.append(f"UNEVEN: {UNEVEN}")
     if cut := _cut(report, made):
         found.append(f"CUT to {report.budget_s:g} s: {cut}")
     return found
@@ -61,9 +68,11 @@ def _cut(report: Results, made: Sequence[LevelRow]) -> str:
 def notes(report: Results, verdicts: Sequence[Verdict]) -> list[str]:
     """Say once what holds for several levels."""
     made, found = rows(report), []
+    if why := report.notes.get(LEFT_OUT):
+        found.append(f"native-fp16 was not trained: {why} (`--levels O0 native-fp16` trains it).")
     for task in dict.fromkeys(row.task for row in made):
         here = [row for row in made if row.task == task]
-        found += [*_same(here), *_of_test_set(here), *_unlearnt(here)]
+        found += [*_same(here), *([] if report.quick else _of_test_set(here)), *_unlearnt(here)]
     found += _columns_apart(verdicts)
     apart = []
     for v in verdicts:
@@ -127,7 +136,7 @@ def _columns_apart(verdicts: Sequence[Verdict]) -> list[str]:
     """Say where the columns of times and of speeds do not agree, and why they need not."""
     apart = []
     for v in verdicts:
-        if v.other.level == BASELINE and v.ratio and not v.noise and v.row.ms and v.other.ms:
+        if v.other.level == BASELINE and v.ratio and v.speed and v.row.ms and v.other.ms:
             medians = v.other.ms / v.row.ms
             if abs(math.log(medians / v.ratio)) > math.log(AGREE):
                 where = f"{v.row.label} against {v.other.label} (batch size {v.row.batch})"
@@ -161,16 +170,20 @@ def how_measured(device: torch.device) -> dict[str, str]:
         f"backward, optimizer) by {clock}, without the time for data",
         "turns": "the levels of a seed train by turns in one process, "
         f"{BLOCK} steps or more each, in an order drawn from the seed and then its reverse; the "
-        "first round and the first step of each turn do not count",
+        "first round and the first step of each turn do not count. The machine was busy if other "
+        f"programs had the processor for {100 * BUSY:.0f} % of that time: the clock beside the "
+        "processor time of the thread that trains, where the system counts involuntary switches",
         "speed": "of each seed the median over pairs of rounds of O0's median step time over the "
         "level's; the interval over the seeds is Student's t, each with 95 %. There is no "
         "verdict where one step in ten takes twice the median, or the interval spans a factor of "
         f"{NOISY:g}",
-        "accuracy": "after the last epoch, on data that were not trained on. Differences are "
-        "paired by seed, with Student's t. The interval is corrected for the number of levels "
-        "(Bonferroni): all differences from O0 on a page hold together with 95 %. "
-        "Their standard deviation is not taken below one sample of the test set divided by the "
-        "root of 2. A level is within the margin if its interval is",
+        "accuracy": "after the last epoch, on data that were not trained on. The spread over the "
+        "seeds is pooled over the levels, once of the differences from O0 and once of the "
+        "accuracies; the wider interval (Student's t) counts. It is corrected for the number of "
+        "comparisons (Bonferroni), where levels with the same losses are one: all differences from "
+        "O0 on a page hold together with 95 %. The standard deviation of differences is not taken "
+        "below one sample of the test set divided by the root of 2. A level is within the margin "
+        "if its interval is",
         "loss": "mean loss on the same data, finer than an accuracy, by the same rule with a 95 % "
         f"of its own and a margin of {100 * LOSS_MARGIN:g} %; the training loss of the last epoch "
         "where there is none",

@@ -30,9 +30,9 @@ CAPTIONS = {
     "losses are the same numbers as O1's, so the arithmetic is the same.",
     "time": "Dots are the median steps of the seeds, the line is their mean.",
     "memory": "Tensors only, without the scratch space of libraries.",
-    "accuracy": "Dots are seeds, the line is their mean. Lines that coincide take turns as dashes.",
-    "loss": "Each point is a step, or the mean of several in a long run. Lines that coincide take "
-    "turns as dashes.",
+    "accuracy": "Dots are seeds, the line is their mean.",
+    "loss": "Each point is a step, or the mean of several in a long run. Levels of the same "
+    "losses are one line.",
     "scale": "Only levels whose scale moved. It halves at a step whose gradients overflowed, which "
     "is skipped, and grows after a run of good steps.",
 }

@@ -2,7 +2,7 @@
 
 *overview*: speed, memory and quality of each level beside O0, seeds as dots. *time*, *memory* and
 *accuracy* against batch size, as tutorial T2 draws them. *loss* and *scale* over the steps. Levels
-whose lines coincide are drawn as dashes of one after the other, so that each is seen.
+of the same numbers are one line, which has all their names.
 """
 
 import math
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 POINTS = 40  # of a curve: each is the mean of as many steps as it takes
-DASH = 7  # points: of a line among lines that coincide with it
 
 
 def draw(report: Results, verdicts: Sequence[Verdict], folder: Path) -> dict[str, Drawn]:
@@ -85,24 +84,25 @@ def _draw_lines(
     of: Sequence[LevelRow],
     points: dict[str, Points],
     thin: float = 0.7,
+    *,
+    named: bool = True,
     **options: Any,
 ) -> None:
-    """Draw a line for each level; those of the same numbers are dashed, each in the others' gaps.
+    """Draw a line for each level, one for all levels of the same numbers, named after them all.
 
     ``points`` and what ``options`` has are by label.
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[LevelRow]] = {}
     for row in of:
-        groups.setdefault(repr(points[row.label]), []).append(row.label)
-    for row in of:
-        same, own = groups[repr(points[row.label])], _style(row)
-        dashes: Any = (DASH * same.index(row.label), (DASH, DASH * (len(same) - 1)))
+        groups.setdefault(repr(points[row.label]), []).append(row)
+    for same in groups.values():
+        row, own = same[0], _style(same[0])
         given = {name: value(row, own) for name, value in options.items()}
         if sum(math.isfinite(y) for _, y in points[row.label]) == 1:  # a line of one point is none
             given.setdefault("marker", own.marker)
         axes.plot(
             *zip(*points[row.label], strict=True), color=own.colour, linewidth=own.width * thin,
-            linestyle=dashes if len(same) > 1 else "-", **given,
+            label=", ".join(one.label for one in same) if named else None, **given,
         )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def _against_batch(of: Sequence[LevelRow], title: str, unit: str, value: Value) 
             axes.plot(dots, seeds[id(row)], ".", color=colour, alpha=0.6, markersize=4)
         _draw_lines(
             axes, [firsts[label] for label in labels], points, markerfacecolor=_filling,
-            marker=lambda _, own: own.marker, label=lambda row, _: row.label if several else None,  # noqa: B023
+            named=several, marker=lambda _, own: own.marker,
         )  # fmt: skip
         if several:
             log_axis(axes, "x", batches)
@@ -334,10 +334,9 @@ def _curves(
 
 
 def _draw_losses(axes: "Axes", of: list[LevelRow]) -> None:
-    """Draw the mean over the seeds, and a band from the lowest to the highest of them."""
+    """Draw the mean over the seeds; the first has a band from the lowest to the highest of them."""
     of = [row for row in of if any(run.losses for run in row.runs)]
     points: dict[str, Points] = {}
-    same = _same_as(of)
     for row in of:
         curves = [np.array(run.losses) for run in row.runs if run.losses]
         steps = min(map(len, curves))
@@ -348,17 +347,16 @@ def _draw_losses(axes: "Axes", of: list[LevelRow]) -> None:
             mean = seeds.mean(0)
         at = [statistics.fmean(part) + 1 for part in parts]
         points[row.label] = list(zip(at, map(float, mean), strict=True))
-        if len(curves) > 1 and row.label not in same:
+        if len(curves) > 1 and row is of[0]:
             band, colour = (seeds.min(0), seeds.max(0)), _style(row).colour
             axes.fill_between(at, *band, color=colour, alpha=0.12, linewidth=0)
-    names = {label: f"{label}, same as {other}" for label, other in same.items()}
-    _draw_lines(axes, of, points, label=lambda row, _: names.get(row.label, row.label))
+    _draw_lines(axes, of, points)
     drawn = [value for line in points.values() for _, value in line if math.isfinite(value)]
     if drawn and min(drawn) > 0:
         log_axis(axes)
     if not drawn:
         _say_empty(axes, "no loss was a finite number")
-    axes.set_ylabel("loss (mean; band: all seeds)")
+    axes.set_ylabel(f"loss (mean; band: seeds of {of[0].label})" if of else "loss")
 
 
 def _moving_scale(run: Run) -> Sequence[float]:
@@ -374,9 +372,7 @@ def _draw_scales(axes: "Axes", of: list[LevelRow]) -> None:
         changes = np.flatnonzero(np.diff(scales)) + 1  # between them nothing happens
         at = np.concatenate([[0], changes, [len(scales) - 1]])
         points[row.label] = [(float(x) + 1, float(scales[x])) for x in at]
-    _draw_lines(
-        axes, of, points, 0.8, drawstyle=lambda *_: "steps-post", label=lambda row, _: row.label
-    )
+    _draw_lines(axes, of, points, 0.8, drawstyle=lambda *_: "steps-post")
     seen = sorted({scale for line in points.values() for _, scale in line})
     ticks = seen[:: math.ceil(len(seen) / 6)]
     axes.set_yscale("log", base=2)

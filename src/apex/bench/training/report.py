@@ -15,9 +15,9 @@ from apex.bench.training.notes import marks, notes, problems, source
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Results, read
 from apex.bench.training.rows import BASELINE
-from apex.bench.training.sentences import beside, sentences
+from apex.bench.training.sentences import sentences
 from apex.bench.training.table import COLUMNS, lines
-from apex.bench.training.verdict import Verdict, verdicts
+from apex.bench.training.verdict import verdicts
 from apex.cli.command_line import UsageError
 from apex.cli.options import check_folder, unique
 from apex.cli.tables import console, fitted, write_csv
@@ -51,9 +51,9 @@ def show(report: Results, folder: Path) -> None:
         table, _ = fitted(COLUMNS, here, to)
         to.print(f"\n{task}, batch size {batch}", style="bold", markup=False)
         to.print(table)
-        compared = [v for v in found if (v.row.task, v.row.batch) == (task, batch)]
-        for sentence in _sentences(compared):
-            to.print(f"- {sentence}", markup=False)
+        for v in () if report.quick else found:  # the page has the sentences of a quick run
+            if (v.row.task, v.row.batch, v.other.level) == (task, batch, BASELINE):
+                to.print(f"- {' '.join(sentences(v))}", markup=False)
     to.print()
     went_wrong = [f"{where}: {problem}" for where, problem in problems(report)]
     for line in [*went_wrong, *notes(report, found)]:
@@ -68,16 +68,6 @@ def write_all(report: Results, folder: Path) -> None:
     found = verdicts(report)
     write_csv(COLUMNS, lines(report, found), folder / "results.csv")
     page.write(report, found, plots.draw(report, found, folder), folder / "report.html")
-
-
-def _sentences(here: Sequence[Verdict]) -> list[str]:
-    """Say of each level what it is beside O0; of torch's autocast beside ours, the speeds alone."""
-    found = [" ".join(sentences(v)) for v in here if v.other.level == BASELINE]
-    natives = [verdict for verdict in here if verdict.other.level != BASELINE]
-    if natives:
-        each = [f"{v.row.label} {beside(v)} {v.other.label}'s" for v in natives]
-        found.append(f"Speed beside torch's own autocast: {', '.join(each)}.")
-    return found
 
 
 # --- apex bench plot -----------------------------------------------------------------------------

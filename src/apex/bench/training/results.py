@@ -14,6 +14,7 @@ from apex.cli.tables import save
 __all__ = ["FORMAT", "Cell", "Operator", "Results", "Run", "decode", "read", "write"]
 
 FORMAT = "apex bench 4"
+BUSY = 0.1  # share of the time; 0.00 to 0.02 on an idle machine, 0.33 and more beside a busy loop
 
 Status = Literal["ok", "diverged", "stopped", "out of memory", "failed"]
 
@@ -101,6 +102,8 @@ class Run:
     """Forward and loss of a training batch in evaluation mode, taken in turns with the others."""
     host_ms: float | None = None
     """On a GPU: median time until the calls of a step had returned."""
+    waited: float = 0.0
+    """Share of the time of the turns in which other programs had the processor."""
     peak_bytes: int | None = None
     """Of tensors, in a training of a few steps apart: weights to activations."""
     operators: tuple[Operator, ...] = ()
@@ -157,10 +160,16 @@ class Results:
     """That the trainings took."""
     notes: dict[str, str] = field(default_factory=dict)
     """How the numbers were taken: a sentence each."""
-    busy: str | None = None
-    """That other programs used this machine when it began."""
     left_out: int = 0
     """Trainings that a time budget had no time for: the last seeds. They are not in the plan."""
+
+    @property
+    def busy(self) -> str | None:
+        """That other programs used this machine during the trainings."""
+        share = statistics.fmean(run.waited for run in self.runs) if self.runs else 0.0
+        if share < BUSY:
+            return None
+        return f"other programs had the processor for {share:.0%} of the time of the trainings"
 
     @property
     def complete(self) -> bool:

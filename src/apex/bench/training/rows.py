@@ -17,7 +17,8 @@ __all__ = ["BASELINE", "LevelRow", "mean", "rows"]
 T = TypeVar("T")
 
 BASELINE = "O0"
-UNSTEADY = 2.0  # times the median: a machine on which one step in ten takes longer is busy
+UNSTEADY = 2.0  # times the median, that one step in ten takes: such times are no measurement
+WHOLE = 90.0  # per cent of the planned steps: a shorter training is one that was cut
 
 
 class LevelRow:
@@ -41,12 +42,14 @@ class LevelRow:
         samples_s: Samples a second in whole epochs, data included.
         host_ms, peak_bytes, operators: Of the first run that has them.
         accuracies, test_losses: After the last epoch, a seed each.
+        arithmetic: The seeds and losses of `finished`: levels that have the same compute the same.
         unlearnt: If the accuracy is no better than that of guessing or of the untrained model,
             words that say so.
         final_losses: Mean training loss of the last epoch, a seed each.
         skipped: Skipped steps, all seeds together.
         scale_ends: Loss scales of the first and the last steps: different values, ascending.
-        cut: Whether the time budget left steps out.
+        cut: Per cent of the planned steps that the shortest training took, if the time budget left
+            out more than a tenth of them.
         seconds_to_target: Training time until the accuracy of ``--target``, the median over the
             seeds; ``None`` where a seed did not reach it.
         problem: What is wrong with these runs, or ``None`` if all went well.
@@ -60,6 +63,7 @@ class LevelRow:
         )  # fmt: skip
         self.dtype = LEVELS[self.level]
         self.finished = tuple({run.cell.seed: run for run in runs if run.finished}.values())
+        self.arithmetic = tuple((run.cell.seed, run.losses) for run in self.finished)
         self.stopped = next((run for run in runs if run.status == "stopped"), None)
         self.timed = tuple(run for run in runs if run.finished or run.status == "stopped")
 
@@ -82,7 +86,9 @@ class LevelRow:
         self.skipped = sum(run.skipped for run in runs) if runs else None
         ends = {s for run in self.finished for s in (*run.scales[:1], *run.scales[-1:])}
         self.scale_ends = tuple(sorted(ends))
-        self.cut = any(len(run.losses) < run.planned_steps for run in self.finished)
+        whole = [run for run in self.finished if run.planned_steps]
+        cut = min((100 * len(run.losses) / run.planned_steps for run in whole), default=100.0)
+        self.cut = cut if cut < WHOLE else None
         self.seconds_to_target = self._seconds_to_target()
         self.problem = self._problem()
         self.unlearnt = self._unlearnt()

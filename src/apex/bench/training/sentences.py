@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from apex.bench.intervals import LEAST, Interval, Judged
@@ -12,11 +12,14 @@ from apex.bench.training.results import Operator
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.verdict import Verdict
 
-__all__ = ["ALIKE", "alike", "beside", "sentences", "times", "why_not_native"]
+__all__ = ["ALIKE", "SAME_MEMORY", "TORCH_NAMES", "alike", "quality", "sentences", "times"]
+__all__ += ["why_not_native"]
 
 LAUNCH_BOUND = 0.9  # share of the step in which the host is still launching kernels
 SAME_MEMORY = 0.005  # relative; less is not worth a word
 MOST_LOSS = 10_000  # times as high: more is said as "or more"
+WIDE = 20  # margins: a wider interval says nothing
+DECIDE = "to decide, run `apex bench --seeds 10`, which trains on all of the data"
 ALIKE = 1.1  # times the other's speed or less, and the reverse: "about as fast"
 GREW = 0.05  # of O0's step: operators that grew by less are not named
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -49,7 +52,7 @@ def _parts(of: Verdict) -> list[str | None]:
     elif of.same_as:
         found.append(f"Its losses are those of {of.same_as} to the last bit: see there")
     elif row.finished:
-        found += [_accuracy(of), _loss(of)]
+        found += [f"{said[0].upper()}{said[1:]}" for said in quality(of)]
     return found
 
 
@@ -90,15 +93,6 @@ def _speed(of: Verdict) -> str:
 def alike(speed: Interval) -> bool:
     """Whether a level is proved to be about as fast: an interval around 1 may be wide."""
     return speed.low >= 1 / ALIKE and speed.high <= ALIKE
-
-
-def beside(of: Verdict) -> str:
-    """Write the speed beside the other's, with its interval, in a few words."""
-    if of.noise:
-        return "too noisy to compare with"
-    ends = f" ({times(of.speed.low)} to {times(of.speed.high)})" if of.speed else ""
-    about = "" if of.speed else "about "
-    return f"{about}{times(of.ratio)}{ends} times" if of.ratio else "not compared with"
 
 
 def times(ratio: float) -> str:
@@ -156,71 +150,67 @@ def _by_name(operators: Sequence[Operator]) -> dict[str, Operator]:
     return found
 
 
-def why_not_native(environment: dict[str, Any], dtype: str) -> str | None:
-    """Say why the device does not compute a 16-bit type itself; ``None`` if it does, or may."""
-    device = environment.get("device", {})
-    for half in device.get("half_types", ()):
-        if half["dtype"] == TORCH_NAMES.get(dtype) and half["native"] is False:
-            if device.get("device") == "cpu":
-                return f"this CPU has no {half['dtype']} arithmetic"
-            return f"{half['dtype']} on this device {half['why']}"
-    return None
+def why_not_native(environment: dict[str, Any], *dtypes: str) -> str | None:
+    """Say which 16-bit types the device does not compute; ``None`` if it does all, or may."""
+    device, names = environment.get("device", {}), [TORCH_NAMES.get(dtype) for dtype in dtypes]
+    lacking = [
+        half
+        for half in device.get("half_types", ())
+        if half["dtype"] in names and half["native"] is False
+    ]
+    if not lacking:
+        return None
+    if device.get("device") == "cpu":
+        return f"this CPU has no {' and no '.join(half['dtype'] for half in lacking)} arithmetic"
+    return " and ".join(f"{half['dtype']} on this device {half['why']}" for half in lacking)
 
 
-def _accuracy(of: Verdict) -> str | None:
+def quality(of: Verdict) -> list[str]:
+    """Say how accuracy and loss differ from the other's, each in a part of a sentence."""
+    found = []
     if of.row.unlearnt:
-        return f"Its accuracy is {of.row.unlearnt}"
-    if of.accuracy is None:
-        return None
-    found = of.accuracy
-    low, high, level = found.interval.low, found.interval.high, f"95 %, {found.seeds} seeds"
+        found.append(f"accuracy is {of.row.unlearnt}")
+    elif of.accuracy:
+        points = _difference(of, of.accuracy, lambda x: f"{abs(x):.2f} points", "higher", "lower")
+        found.append(f"accuracy: {points}")
+    if of.loss:
+        share = _difference(
+            of, of.loss, lambda x: _percent(abs(math.expm1(min(-x, 99.0)))), "lower", "higher"
+        )
+        found.append(f"{of.loss_of}: {share}")
+    return found
+
+
+def _difference(
+    of: Verdict, found: Judged, size: Callable[[float], str], better: str, worse: str
+) -> str:
+    low, high = found.interval.low, found.interval.high
+    seeds = f"(95 %, {found.seeds} seeds)"
     if low >= 0 and high > 0:
-        return f"Its accuracy is higher by {low:.2f} to {high:.2f} points ({level})"
+        return f"{better} by {size(low)} to {size(high)} {seeds}"
     if high < 0:
-        loses = f"It loses between {-high:.2f} and {-low:.2f} points of accuracy ({level})"
-        if found.fine or found.worse:
-            return loses
-        return f"{loses}; whether more than {found.margin:.2g}, {_cannot(found)}"
+        more = "" if found.fine or found.worse else _more(of, found)
+        return f"{worse} by {size(high)} to {size(low)} {seeds}{more}"
     if found.fine:
-        return f"It loses at most {max(0.0, -low):.2f} points of accuracy ({level})"
-    ends = f"between {low:+.2f} and {high:+.2f} points"
-    return f"Accuracy: {_cannot(found)}: {ends}{_more(of, found)}"
+        return f"{worse} by {size(min(0.0, low))} at most {seeds}"
+    ends = f"between {size(low)} {worse} and {size(high)} {better}"
+    wide = high - low > WIDE * found.margin
+    return f"{'not known' if wide else ends} {seeds}{_more(of, found)}"
 
 
-def _loss(of: Verdict) -> str | None:
-    if of.loss is None:
-        return None
-    found, name = of.loss, of.loss_of.capitalize()
-    # Of the other over this one: a high end is a loss that fell.
-    best, worst = (
-        math.exp(min(-end, 99.0)) - 1 for end in (found.interval.high, found.interval.low)
-    )
-    level = f"95 %, {found.seeds} seeds"
-    if best > 0:
-        return f"{name} is higher by {_percent(best)} to {_percent(worst)} ({level})"
-    if worst < 0:
-        return f"{name} is lower by {_percent(-worst)} to {_percent(-best)} ({level})"
-    if found.fine:
-        return f"{name} is at most {_percent(worst)} higher ({level})"
-    ends = f"between {_percent(best, '+')} and {_percent(worst, '+')}"
-    return f"{name}: {_cannot(found)}: {ends}{_more(of, found)}"
-
-
-def _percent(part: float, sign: str = "") -> str:
+def _percent(part: float) -> str:
     if part >= MOST_LOSS:
         return f"a factor of {MOST_LOSS:,} or more"
-    if abs(part) >= 2:
+    if part >= 2:
         return f"a factor of {1 + part:.3g}"
-    spec = ".1g" if 0 < abs(part) < 0.0005 else ".1f" if abs(part) < 0.0995 else ".0f"
-    return f"{100 * part:{sign}{spec}} %"
-
-
-def _cannot(found: Judged) -> str:
-    return f"{found.seeds} seeds cannot tell"
+    spec = ".1g" if 0 < part < 0.0005 else ".1f" if part < 0.0995 else ".0f"
+    return f"{100 * part:{spec}} %"
 
 
 def _more(of: Verdict, found: Judged) -> str:
     """Name the number of seeds that would tell, and the time that they would take."""
+    if of.row.report.quick:
+        return f"; {DECIDE}"
     if found.needed is None:
         return ""
     report = of.row.report

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from apex import optimizers
+from apex._compat.private import tree_map_only
 from apex.bench.training import process_state
 from apex.bench.training.precision import precision
 from apex.bench.training.results import Cell

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from apex._compat.private import tree_leaves
 from apex.bench.training import profiling
 from apex.bench.training.results import Cell, Run, Status
 from apex.bench.training.tasks.task import Task
@@ -122,7 +122,7 @@ class CellTraining:
                     self.cell, self._task, self._device, self._batch, stopped=stopped
                 )
 
-    def result(self, together: tuple[str, ...]) -> Run:
+    def result(self, together: tuple[str, ...], waited: float) -> Run:
         """Put together what was measured."""
         losses = torch.stack(self._losses).float().flatten().tolist() if self._losses else []
         scales = [float(scale) for scale in self._scales]
@@ -135,6 +135,7 @@ class CellTraining:
             status=self.status,
             error=self.error,
             together=together,
+            waited=waited,
             step_ms=tuple(self._watch.milliseconds()[: len(losses)]),
             losses=tuple(losses),
             scales=tuple(scales[: len(losses)]),
@@ -227,11 +228,12 @@ class CellTraining:
         self.status, self.error, self.over = status, why, True
         self.free()
 
-    def free(self) -> None:
+    def free(self, *, collect: bool = True) -> None:
         """Let go of the model, which is trained no further."""
         self._steps.close()
         self._trainer = None
-        gc.collect()
+        if collect:
+            gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -13,16 +13,17 @@ is. If what is left does not fit, the slowest level ends there if its fastest st
 time of O0's or more, and so on; then all are cut to the same number of steps.
 """
 
+import gc
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from apex import amp
+from apex._compat import private
 from apex.bench.training.results import Cell, Run
 from apex.bench.training.tasks.task import Task
 from apex.bench.training.training import AFTER, CellTraining, counted
@@ -30,6 +31,9 @@ from apex.cli.tables import three
 
 __all__ = ["BLOCK", "Turns", "train"]
 
+# Involuntary switches for each second without the processor: beside 1 to 6 busy processes 510 to
+# 158. A thread that waits for a GPU or a loader gives the processor up by itself.
+PREEMPTED = 50
 BLOCK = 8  # steps of a turn; the first does not count
 TURN_MS = 50.0  # a turn of the fastest level lasts as long at least
 MOST = 64  # steps of a turn
@@ -58,8 +62,9 @@ def train(
     if cells[0].compile:
         torch.compiler.reset()
         # Past Dynamo's limit, 8, a model goes on uncompiled, in silence.
-        config: Any = torch._dynamo.config
-        with config.patch(recompile_limit=COMPILATIONS, fail_on_recompile_limit_hit=True):
+        with private.dynamo_config.patch(
+            recompile_limit=COMPILATIONS, fail_on_recompile_limit_hit=True
+        ):
             return Turns(cells, task, device, on_progress, budget_s).run()
     return Turns(cells, task, device, on_progress, budget_s).run()
 
@@ -88,13 +93,16 @@ class Turns:
 
     def run(self) -> list[Run]:
         """Train all to their end."""
+        before = _processor()
         self._train()
+        waited = _waited(before)
         self._infer([one for one in self._trainings if one.trained and one.infers])
         for training in self._trainings:
-            training.free()
+            training.free(collect=False)
+        gc.collect()  # once: it takes 0.2 s
         self._measure_apart()
         together = tuple(one.cell.label for one in self._trainings)
-        runs = [training.result(together) for training in self._trainings]
+        runs = [training.result(together, waited) for training in self._trainings]
         self._trainings.clear()
         amp.reset()
         return runs
@@ -171,6 +179,23 @@ class Turns:
             limit = most + int(max(0.0, left - after) / to_train * (running[0].aim - most))
             for one in running:
                 one.limit = limit
+
+
+def _processor() -> tuple[float, ...]:
+    """Read the clock, this thread's processor time, and forced and other switches of threads."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows does not count them
+        return (0.0,) * 4
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), time.thread_time(), used.ru_nivcsw, used.ru_nvcsw
+
+
+def _waited(before: Sequence[float]) -> float:
+    """Give the share of the time since then in which other programs had the processor."""
+    clock, processor, forced, own = (a - b for a, b in zip(_processor(), before, strict=True))
+    without = max(0.0, clock - processor)
+    return without / clock if forced > max(own, PREEMPTED * without) else 0.0
 
 
 def _needed(trainings: Sequence[CellTraining]) -> float:

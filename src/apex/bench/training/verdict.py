@@ -2,26 +2,28 @@
 
 *Speed.* Both levels took turns in one process, so a seed gives one ratio: the median over pairs of
 rounds of the ratio of their median step times. The interval over the seeds is Student's t. Where
-the machine was busy, or the interval spans a factor of two, there is no verdict.
+step times are uneven, or the interval spans a factor of two, there is no verdict.
 
-*Quality.* The rule is `apex.bench.intervals.judge`: differences paired by seed, an interval that is
-corrected for the number of levels, and a margin. It is applied to the accuracy, to the mean loss on
-the test set, which is finer, and to the training loss where a task has neither.
+*Quality.* The rule is `apex.bench.intervals.judge`: differences over the seeds, an interval that is
+corrected for the number of comparisons, and a margin. Levels whose losses are the same numbers are
+one comparison. The rule is applied to the accuracy, to the mean loss on the test set, which is
+finer, and to the training loss where a task has neither.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from apex.bench.intervals import Interval, Judged, interval, judge
+from apex.bench.intervals import Interval, Judged, Pairs, interval, judge
 from apex.bench.training.results import Results, Run
 from apex.bench.training.rows import BASELINE, LevelRow, rows
 
 __all__ = [
-    "BUSY",
     "LOSS_MARGIN",
+    "NOISY",
+    "UNEVEN",
     "Verdict",
     "baseline_of",
     "paired_ratio",
@@ -32,7 +34,7 @@ __all__ = [
 NOISY = 2.0  # upper over lower end of an interval that says nothing
 LOSS_MARGIN = 0.05  # relative: how much larger a loss may be
 LEAST_SAMPLES = 3  # of a test set, that a margin is never below
-BUSY = "too noisy: something else is using this machine"
+UNEVEN = "the step times are too uneven"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Verdict:
     memory: float | None
     """Peak memory divided by the other's: below 1 is less."""
     accuracy: Judged | None
-    """Points of accuracy, this level's minus the other's."""
+    """Points of accuracy, this level's minus the other's; ``None`` if `same`."""
     loss: Judged | None
     """Logarithm of the other's loss divided by this one's: above 0 is better."""
     loss_of: str
@@ -68,14 +70,30 @@ class Verdict:
     same_as: str | None
     """An earlier level against the same other, whose losses are the same numbers."""
 
+    @property
+    def quality(self) -> Judged | None:
+        """What decides whether quality is lost."""
+        return self.accuracy or self.loss
+
+    @property
+    def cut(self) -> float | None:
+        """`LevelRow.cut` of the two."""
+        return self.row.cut or self.other.cut
+
 
 def verdicts(report: Results) -> list[Verdict]:
     """Compare each row with O0 and with torch's own autocast, in the order of the rows."""
     table = rows(report)
     pairs = [(row, other) for row in table for other in _others(row, table)]
-    levels = sum(other.level == BASELINE for _, other in pairs)
+    among: dict[int, dict[Any, Runs]] = {id(other): {} for _, other in pairs}
+    for row, other in pairs:
+        if not _same(row, other):  # levels of the same losses are one comparison
+            among[id(other)][row.arithmetic or id(row)] = _paired(row, other)
+    bases = {id(other) for _, other in pairs if other.level == BASELINE}
+    comparisons = max(1, sum(len(among[base]) for base in bases))
     return [
-        _verdict(row, other, max(1, levels), _same_as(row, other, table)) for row, other in pairs
+        _verdict(row, other, [*among[id(other)].values()], comparisons, table)
+        for row, other in pairs
     ]
 
 
@@ -103,44 +121,50 @@ def same_arithmetic(of: Sequence[LevelRow]) -> list[list[LevelRow]]:
     """Put the rows of a task and batch size together whose losses are the same numbers."""
     found: dict[Any, list[LevelRow]] = {}
     for row in of:
-        if row.finished:
-            found.setdefault(_losses(row), []).append(row)
-    return [same for same in found.values() if len(same) > 1]
+        found.setdefault(row.arithmetic, []).append(row)
+    return [same for losses, same in found.items() if losses and len(same) > 1]
+
+
+def _same(row: LevelRow, other: LevelRow) -> bool:
+    return bool(row.finished) and row.arithmetic == other.arithmetic
 
 
 def _same_as(row: LevelRow, other: LevelRow, among: Sequence[LevelRow]) -> str | None:
     """Name the first row that is compared with the same other and has the same losses."""
-    for one in among:
-        if one is row:
-            return None
-        if other in _others(one, among) and one.finished and _losses(one) == _losses(row):
-            return one.label
-    return None
-
-
-def _losses(row: LevelRow) -> Any:
-    return tuple((run.cell.seed, run.losses) for run in row.finished)
+    before = among[: among.index(row)]
+    alike = (one.label for one in before if _same(row, one) and other in _others(one, among))
+    return next(alike, None)
 
 
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def _verdict(row: LevelRow, other: LevelRow, comparisons: int, same_as: str | None) -> Verdict:
+Runs = list[tuple[Run, Run]]
+"""Of each seed the run of a level and the other's."""
+
+
+def _verdict(
+    row: LevelRow,
+    other: LevelRow,
+    among: list[Runs],
+    comparisons: int,
+    table: Sequence[LevelRow],
+) -> Verdict:
     pairs = _paired(row, other)
     logs = [log for mine, theirs in pairs if (log := paired_ratio(mine, theirs)) is not None]
     speed, noise = interval(logs), None
     if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
         speed = None  # of a few steps, the first
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
-        speed, noise = None, BUSY
-    quality = [both for both in pairs if _as_long(*both)]
+        speed, noise = None, UNEVEN
     margin, least_sd = _margin(row)
-    points = [m.accuracy[-1] - t.accuracy[-1] for m, t in quality if m.accuracy and t.accuracy]
-    counts = {"comparisons": comparisons, "planned": len(row.cells)}
-    accuracy = judge(points, margin, least_sd=least_sd, **counts)
-    loss_of = "test loss" if row.test_losses else "training loss"
-    differences = [_log_loss(t) - _log_loss(m) for m, t in quality]
-    loss = judge(differences, math.log(1 + LOSS_MARGIN), **counts)
+    same, has_loss = _same(row, other), bool(row.test_losses or not row.accuracies)
+
+    def judged(values: Callable[[Runs], Pairs], margin: float, sd: float = 0.0) -> Judged | None:
+        counts = {"comparisons": comparisons, "planned": len(row.cells)}
+        found = judge(values(pairs), margin, among=[*map(values, among)], least_sd=sd, **counts)
+        return None if same else found
+
     return Verdict(
         row=row,
         other=other,
@@ -149,15 +173,28 @@ def _verdict(row: LevelRow, other: LevelRow, comparisons: int, same_as: str | No
         seeds=len(logs),
         noise=noise,
         memory=row.peak_bytes / other.peak_bytes if row.peak_bytes and other.peak_bytes else None,
-        accuracy=accuracy,
-        loss=None if row.accuracies and not row.test_losses else loss,
-        loss_of=loss_of,
+        accuracy=judged(_accuracies, margin, least_sd),
+        loss=judged(_log_losses, math.log(1 + LOSS_MARGIN)) if has_loss else None,
+        loss_of="test loss" if row.test_losses else "training loss",
         each_speed=tuple(logs),
-        each_accuracy=tuple(points),
-        each_loss=tuple(differences),
-        same=bool(row.finished) and _losses(row) == _losses(other),
-        same_as=same_as,
+        each_accuracy=_differences(_accuracies(pairs)),
+        each_loss=_differences(_log_losses(pairs)),
+        same=same,
+        same_as=_same_as(row, other, table),
     )
+
+
+def _accuracies(pairs: Runs) -> Pairs:
+    runs = [both for both in pairs if _as_long(*both)]
+    return [(m.accuracy[-1], t.accuracy[-1]) for m, t in runs if m.accuracy and t.accuracy]
+
+
+def _log_losses(pairs: Runs) -> Pairs:
+    return [(-_log_loss(m), -_log_loss(t)) for m, t in pairs if _as_long(m, t)]
+
+
+def _differences(pairs: Pairs) -> tuple[float, ...]:
+    return tuple(mine - theirs for mine, theirs in pairs)
 
 
 def _as_long(mine: Run, theirs: Run) -> bool:
@@ -165,7 +202,7 @@ def _as_long(mine: Run, theirs: Run) -> bool:
     return mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)
 
 
-def _paired(row: LevelRow, other: LevelRow) -> list[tuple[Run, Run]]:
+def _paired(row: LevelRow, other: LevelRow) -> Runs:
     """Pair the runs of a seed, those that took turns if there are such.
 
     A level of which every run diverged is not worth a time: no pairs.

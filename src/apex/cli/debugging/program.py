@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from apex._compat import private
 from apex.amp import scaling
 from apex.cli.command_line import UsageError
 from apex.cli.debugging.script import say
@@ -34,6 +35,13 @@ class Program:
     """
 
     def __init__(self, folder: Path, *, skip: bool, lines: bool = True) -> None:
+        private.need("apex.debug")
+        if lines:
+            try:
+                private.need("apex debug")
+            except private.PrivateNameError as error:
+                say(f"as with --no-lines: {error}")
+                lines = False
         self._folder, self._skip = folder, skip
         self._lines = Lines() if lines else None
         more: Any = {"warn": say, "growth": Growth(), "lines": self._lines}
@@ -125,7 +133,7 @@ class Program:
 
 def _follow(lines: Lines) -> list[Callable[[], None]]:
     """Turn lines on and off with what a program does; return what undoes that."""
-    loader = torch.utils.data.dataloader._BaseDataLoaderIter
+    loader = private.BaseDataLoaderIter
 
     def quietly(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         lines.off()

@@ -7,8 +7,8 @@ from functools import partial
 from typing import NoReturn
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._compat import private
 from apex.ops._check import ArgumentError
 from apex.ops._runtime import autocasts
 from apex.ops.norms.synced_batch_norm import group_of, synced, track
@@ -20,7 +20,7 @@ REFUSED = {
 }
 
 
-class GroupBatchNorm2d(_BatchNorm):
+class GroupBatchNorm2d(private.BatchNorm):
     """Batch norm by the statistics of ``group_size`` neighbouring ranks.
 
     Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. In training mode all
@@ -46,6 +46,7 @@ class GroupBatchNorm2d(_BatchNorm):
         self, num_features: int, group_size: int, eps: float = 1e-5, momentum: float | None = 0.1,
         affine: bool = True, track_running_stats: bool = True,
     ) -> None:  # fmt: skip
+        private.need("SyncBatchNorm")
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         group_of("GroupBatchNorm2d: group_size", group_size)
         rank = torch.distributed.get_rank() if group_size > 1 else 0

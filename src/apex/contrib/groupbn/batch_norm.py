@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._compat import private
 from apex.ops._check import ArgumentError, check_shape, check_tensors, check_unused
 from apex.ops._function import Applied
 from apex.ops.norms.synced_batch_norm import group_of, synced, update_running
@@ -71,7 +71,7 @@ class bn_addrelu_NHWC_impl(Applied):
     gradient, autocasts, keeps_graph = "grad_y", True, True
 
 
-class BatchNorm2d_NHWC(_BatchNorm):
+class BatchNorm2d_NHWC(private.BatchNorm):
     """Batch norm of ``(N, H, W, C)`` by the statistics of ``bn_group`` neighbouring ranks.
 
     Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. In training mode all

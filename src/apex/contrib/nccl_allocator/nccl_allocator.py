@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
+
 dist = torch.distributed
 
 
@@ -26,9 +28,10 @@ def _backend(name: str, group: Any = None) -> Any:
     """The NCCL backend of a group, by default of the world."""
     found: Any = None
     if torch.cuda.is_available() and dist.is_available() and dist.is_initialized():
+        private.need("nccl_allocator")
         group = dist.group.WORLD if group is None else group
         if "cuda" in {device.type for device in group._device_types}:
-            found = group._get_backend(torch.device("cuda"))
+            found = private.get_backend(group, torch.device("cuda"))
     if not hasattr(found, "mem_allocator"):
         raise RuntimeError(
             f"nccl_allocator.{name} needs a GPU and a process group of NCCL; there is "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError
 from apex.ops.lists.storage import StepOptions
@@ -191,7 +192,7 @@ class FusedAdamSWA(FusedOptimizer):
         super().zero_grad(set_to_none)
         grads = [x.grad for x in self._three_lists()[1] if x.grad is not None]
         if grads and not set_to_none:
-            torch._foreach_zero_([grad.detach_() for grad in grads])
+            private.foreach_zero_([grad.detach_() for grad in grads])
         for tensor in self._three_lists()[1] if set_to_none else ():
             tensor.grad = None
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.shards import ShardBucket
 
 _GRAD: Any = torch.Tensor.grad  # a property
@@ -37,7 +38,7 @@ class PendingParameter:
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _UNREAD:
-            with torch._C.DisableTorchFunctionSubclass():
+            with private.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for kind in types:
             if issubclass(kind, PendingParameter):
@@ -108,17 +109,13 @@ class Gather:
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Outside of what surrounds a reader: modes of torch, functorch's transforms, a trace."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        if torch._C._len_torch_dispatch_stack():
-            stack.enter_context(_disable_current_modes())
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            stack.enter_context(temporarily_clear_interpreter_stack())
-        if (trace := torch._C._get_tracing_state()) is not None:
-            set_trace: Any = vars(torch._C)["_set_tracing_state"]  # in no stub
-            set_trace(None)
-            stack.callback(set_trace, trace)
+        stack.enter_context(private.DisableTorchFunction())
+        if private.len_torch_dispatch_stack():
+            stack.enter_context(private.disable_current_modes())
+        if private.maybe_current_level() is not None:
+            stack.enter_context(private.temporarily_clear_interpreter_stack())
+        if (trace := private.get_tracing_state()) is not None:
+            private.set_tracing_state(None)
+            stack.callback(private.set_tracing_state, trace)
         yield

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from apex._compat import private
 from apex.contrib.optimizers._scaled_moments import narrow, portions, widened
 from apex.contrib.optimizers._sharded_gradients import listed
 from apex.contrib.optimizers._sharded_parameters import ShardedParameters
@@ -93,7 +94,7 @@ class ShardedOptimizer(ShardedParameters):
         if self._round or self._next or any(any(bucket.arrivals) for bucket in self._buckets):
             self.grad_sync()  # so that ranks stay in the same round
         self._forget()
-        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are on their way
+        with private.DisableTorchFunctionSubclass():  # of parameters that are on their way
             super().zero_grad(set_to_none)
 
     # -- norms and scaling -------------------------------------------------------------------------
@@ -202,6 +203,7 @@ class ShardedOptimizer(ShardedParameters):
                 "clipping."
             )
         if grad_scaler is not None:
+            private.need("GradScaler")
             inverse = grad_scaler._get_scale_async().double().reciprocal().float()
             inv_scale = self._inverse_scale(inverse)
         self.grad_sync()

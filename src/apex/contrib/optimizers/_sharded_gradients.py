@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.collectives import new_gradient_group, ranks_agree
 from apex.ops.lists.flat import broadcast, group_by_size
@@ -68,6 +69,7 @@ class ShardedGradients(FusedOptimizer):
     """An optimizer whose gradients are reduced into shards."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Sharding) -> None:
+        private.need("DistributedFusedOptimizer")
         self._options, self._groups = options, _groups(self._name, options)
         self._own: Groups | None = None
         self._buckets: list[ShardBucket] = []
@@ -262,7 +264,7 @@ class ShardedGradients(FusedOptimizer):
 
     def _forget(self) -> None:
         """Begin a new step."""
-        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are on their way
+        with private.DisableTorchFunctionSubclass():  # of parameters that are on their way
             for bucket in self._buckets:
                 bucket.forget()
         self._present: set[int] = set()  # ids of parameters that got gradients on this rank

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.contrib.optimizers._pending import Gather
 from apex.contrib.optimizers._sharded_gradients import ShardedGradients, Sharding, remove
 from apex.ops.lists.shards import ShardBucket
@@ -142,8 +143,8 @@ class ShardedParameters(ShardedGradients):
         super()._arrived(param)
 
     def _watch_compilations(self) -> None:
-        from torch._dynamo.callback import CallbackTrigger, callback_handler  # torch has it already
-
+        handler = private.callback_handler  # torch has imported Dynamo already
+        dynamos = private.CallbackTrigger.DYNAMO
         this = weakref.ref(self)
 
         def begins(compilation: Any) -> None:
@@ -151,13 +152,13 @@ class ShardedParameters(ShardedGradients):
             if optimizer is None or not optimizer._gathers:
                 return
             optimizer.param_sync()
-            if compilation.callback_trigger is CallbackTrigger.DYNAMO and not _in_compiled_module():
+            if compilation.callback_trigger is dynamos and not _in_compiled_module():
                 optimizer._is_hidden = True  # else it is compiled again after each step
 
         known = self._compile_hook.get(0)
-        if known is None or known.call not in callback_handler.start_callbacks:  # or reset()
-            callback_handler.register_start_callback(begins)
-            self._compile_hook[0] = _Registered(begins, callback_handler)
+        if known is None or known.call not in handler.start_callbacks:  # or reset()
+            handler.register_start_callback(begins)
+            self._compile_hook[0] = _Registered(begins, handler)
 
 
 class _Registered:
@@ -189,18 +190,16 @@ def _is_scripted(module: torch.nn.Module) -> bool:
 
 def _is_transformed() -> bool:
     """Whether this runs inside of a transform of ``torch.func``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return private.maybe_current_level() is not None
 
 
 def _in_compiled_module() -> bool:
     """Whether a compiled module is being called, whose parameters have been waited for."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
     frame: Any = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module) and (
-            isinstance(owner, OptimizedModule) or owner._compiled_call_impl is not None
+            isinstance(owner, private.OptimizedModule) or owner._compiled_call_impl is not None
         ):
             return True
         frame = frame.f_back

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.contrib.optimizers._pending import PendingParameter
 from apex.contrib.optimizers._sharded_gradients import Sharding, listed
 from apex.contrib.optimizers._sharded_state import SavedShards
@@ -36,7 +37,7 @@ def _multi_tensor_copy(
     pairs = zip(buffers_in, buffers_out, strict=True)
     some = [(x, out) for x, out in pairs if x.data_ptr() != out.data_ptr() and x.numel()]
     if some:
-        torch._foreach_copy_([out for _, out in some], [x.view(out.shape) for x, out in some])
+        private.foreach_copy_([out for _, out in some], [x.view(out.shape) for x, out in some])
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._compat import private
 from apex.contrib.sparsity._pruned import PrunedModel
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 
@@ -171,7 +171,7 @@ def _is_norm(module: nn.Module | None, size: int, after: int) -> bool:
     """Whether a layer normalizes each channel by itself, or all of them together."""
     if isinstance(module, _LAYER_NORMS):
         return after == 0 and tuple(module.normalized_shape) == (size,)
-    if not isinstance(module, _BatchNorm) or getattr(module, "channel_last", False):
+    if not isinstance(module, private.BatchNorm) or getattr(module, "channel_last", False):
         return False
     return after > 0  # after a linear layer the channels are the last dimension
 

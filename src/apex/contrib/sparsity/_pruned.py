@@ -37,7 +37,7 @@ class PrunedWeight:
     @property
     def values(self) -> torch.Tensor | None:
         """What was pruned, zero elsewhere; None without ``allow_recompute_mask``."""
-        return self.module._buffers.get(self.buffer("pruned_p"))
+        return getattr(self.module, self.buffer("pruned_p"), None)
 
     @property
     def is_sparse(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from apex._compat import private
 from apex.contrib.sparsity._permutation import permute
 from apex.contrib.sparsity._pruned import ASPError, PrunedModel, PrunedWeight
 from apex.contrib.sparsity.sparse_masklib import create_mask
@@ -108,6 +109,7 @@ class ASP:
             raise ASPError("ASP has a model already, one in a process. Call ASP.reset() first.")
         if not isinstance(model, nn.Module):
             raise TypeError(f"ASP: model was a {type(model).__name__}; it must be a nn.Module.")
+        private.need("ASP")
         calculate = _calculator(mask_calculator)
         parameters = {**_PARAMETERS, **custom_layer_dict}
         kinds = (*whitelist, *custom_layer_dict)
@@ -127,10 +129,10 @@ class ASP:
             found = [PrunedWeight(layer, module, name) for name in parameters[kind]]
             state.pruned += [one for one in found if _is_prunable(one, state)]
         for one in state.pruned:
-            weight, buffers = one.weight.detach(), one.module._buffers
-            if one.buffer("mask") not in buffers:  # a copy of a pruned model has it
+            weight = one.weight.detach()
+            if not hasattr(one.module, one.buffer("mask")):  # a copy of a pruned model has it
                 one.module.register_buffer(one.buffer("mask"), torch.ones_like(weight).bool())
-            if allow_recompute_mask and one.buffer("pruned_p") not in buffers:
+            if allow_recompute_mask and not hasattr(one.module, one.buffer("pruned_p")):
                 one.module.register_buffer(one.buffer("pruned_p"), torch.zeros_like(weight))
             state.log(f"will prune {one}", 3)
         cls._state = state
@@ -249,7 +251,8 @@ class ASP:
             hook.remove()
         for one in state.pruned if state else ():
             for kind in ("mask", "pruned_p"):
-                one.module._buffers.pop(one.buffer(kind), None)
+                if hasattr(one.module, one.buffer(kind)):
+                    delattr(one.module, one.buffer(kind))
 
     @classmethod
     def _needed(cls, method: str) -> PrunedModel:

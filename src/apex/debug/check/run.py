@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from apex._compat import private
 from apex.debug.attaching import around, pop_mode
 from apex.debug.check import autocast, loss, scales, schedules, steps, sums
 from apex.debug.check.facts import SCALE, Facts, Rule, is_low, key_of, scales_of
@@ -31,7 +32,6 @@ from apex.debug.tensors import tensors_of
 
 RULES = (*scales.RULES, *steps.RULES, *schedules.RULES, *autocast.RULES, *loss.RULES, *sums.RULES)
 _Scaler, _Optimizer = torch.amp.GradScaler, torch.optim.Optimizer
-_modes: Any = torch.overrides  # without types
 
 
 class Stop(SystemExit):
@@ -124,7 +124,7 @@ class Run:
             torch_modules.register_module_forward_hook(self._end_module, always_call=True).remove,
             partial(pop_mode, self._values),
         ]
-        _modes._push_mode(self._values)
+        private.push_mode(self._values)
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=partial(_stop_in_child, weakref.ref(self)))
 

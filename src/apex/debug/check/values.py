@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from apex._compat import private
 from apex.debug.check.facts import Facts, is_low
 from apex.debug.check.finding import Place, here
 from apex.debug.tensors import HALVES
@@ -118,7 +119,7 @@ class Values(TorchFunctionMode):
         facts = self._facts
         if facts.busy or not facts.measuring:
             return func(*args, **(kwargs or {}))
-        node = torch._C._current_autograd_node() if facts.quiet else None
+        node = private.current_autograd_node() if facts.quiet else None
         if facts.quiet and (node is None or "AccumulateGrad" not in node.name()):
             return func(*args, **(kwargs or {}))
         call = Call(func, args, kwargs or {})

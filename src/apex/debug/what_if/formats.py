@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from apex._compat.private import tree_flatten, tree_unflatten
 from apex.debug.tensors import largest
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -180,7 +180,8 @@ _PLAIN = (torch.Tensor, int, float, str, type(None))
 def flat(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
     """The leaves of arguments, and what :func:`built` makes them arguments again by."""
     if kwargs or not all(isinstance(one, _PLAIN) for one in args):
-        return tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
+        return leaves, spec
     return [*args], None  # usual, and ten times faster: 1 of 10 us
 
 

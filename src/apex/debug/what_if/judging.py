@@ -18,9 +18,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from apex import _precision_policy as policies
+from apex._compat.private import tree_map_only
 from apex.debug import calls
 from apex.debug.tensors import largest
 from apex.debug.what_if.formats import Format, InFormat, Products, Rounding, State, nonzero

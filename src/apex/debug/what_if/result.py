@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex._precision_policy import MARK, VERSION, write
 from apex.debug.sentences import SHOWN, listed
 from apex.debug.tensors import plain
@@ -240,6 +241,7 @@ def what_if(
         ValueError: A format is unknown, the model is not in float32, there is no batch, or the loss
             or a gradient is not finite in float32.
     """
+    private.need("apex.debug")
     given = {"model": model, "loss": loss, "batches": batches, "formats": formats}
     kinds: tuple[Any, ...] = (torch.nn.Module, Callable, Iterable, Iterable)
     if not all(map(isinstance, given.values(), kinds)):

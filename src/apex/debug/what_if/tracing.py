@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from apex._compat import private
+from apex._compat.private import tree_map_only
 from apex.debug import calls
 from apex.debug.tensors import HALVES, largest
 from apex.debug.what_if import formats
@@ -180,7 +181,7 @@ class ProductTrace(Products):
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         frame = self._frames.pop()
-        with torch._C.DisableTorchFunction():  # hooks run in this context, 3.5 us a call
+        with private.DisableTorchFunction():  # hooks run in this context, 3.5 us a call
             self.calls.append((id(module), [largest(one) for one in floating(output)]))
             if len(frame.free) > 1 and frame.versions == _versions(*frame.given):
                 for part in frame.free.values():
@@ -208,5 +209,5 @@ class ProductTrace(Products):
 
 
 def _versions(args: Any, kwargs: Any) -> list[int]:
-    with torch._C.DisableTorchFunction():
+    with private.DisableTorchFunction():
         return [*map(calls.version_of, calls.tensors_in((args, kwargs) if kwargs else args))]

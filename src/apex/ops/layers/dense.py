@@ -21,11 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from apex import _compat
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import Optional
 
-_tracing_state = torch._C._get_tracing_state
+_tracing_state = private.get_tracing_state
 
 
 def gelu_dense(

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
@@ -41,7 +42,7 @@ def softmax(z: torch.Tensor, causal: bool, zeros: bool) -> torch.Tensor:
         z = z.tril() + _above(z)
     y = torch.softmax(z, -1)
     # No columns have no largest; a size is a tensor while torch.jit.trace records.
-    if zeros and (torch._C._get_tracing_state() is not None or z.shape[-1]):
+    if zeros and (private.get_tracing_state() is not None or z.shape[-1]):
         y = y.masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
     return y.tril() if causal else y  # a row of nan is 0 there, too
 
@@ -76,7 +77,8 @@ def gradient(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: bool) -> l
 
 def _rows_gradient(dy: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
     to = wide(y)
-    return torch._softmax_backward_data(dy.to(to), y.to(to), -1, to).mul(scale).to(y.dtype)
+    dx: torch.Tensor = private.softmax_backward_data(dy.to(to), y.to(to), -1, to)
+    return dx.mul(scale).to(y.dtype)
 
 
 # -- in pieces, on a CPU -------------------------------------------------------------------------

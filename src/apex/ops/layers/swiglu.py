@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, check_shape, check_tensors
@@ -108,7 +109,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if implementation is not None:
             return OP.compute(gate, up, (implementation,))
         # What F.silu calls.
-        return torch._C._nn.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
+        return private.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
     tensors = {"gate": gate, "up": up}
     check_tensors("swiglu", tensors, floating=tensors, required=tensors)
     if up.shape != gate.shape:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from apex._compat import ALL_GATHER, REDUCE_SCATTER
+from apex._compat import ALL_GATHER, REDUCE_SCATTER, private
 
 __all__ = [
     "all_gather",
@@ -46,8 +46,8 @@ def new_gradient_group(group: Any, device: torch.device) -> Any:
     mixed up with other collectives, such as those of SyncBatchNorm's backward.
     """
     options = None
-    with contextlib.suppress(RuntimeError):  # a group of GPUs, and a module of none
-        options = getattr(group._get_backend(device), "options", None)
+    with contextlib.suppress(RuntimeError):  # a group of GPUs, a module of none
+        options = getattr(private.get_backend(group, device), "options", None)
     is_world = group is torch.distributed.group.WORLD
     return torch.distributed.new_group(
         torch.distributed.get_process_group_ranks(group),

@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch._utils import _unflatten_dense_tensors
+
+from apex._compat import private
 
 __all__ = ["broadcast", "by_kind", "flatten", "group_by_size", "unflatten"]
 
@@ -21,7 +22,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     # autocast refuses to join tensors of the other 16-bit type
     with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
-        flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
+        flat: torch.Tensor = private.flatten_dense_tensors(list(tensors))
     return flat
 
 
@@ -34,7 +35,7 @@ def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch
     wanted = sum(tensor.numel() for tensor in tensors)
     if flat.numel() < wanted:
         raise RuntimeError(f"unflatten needs {wanted} elements; flat has {flat.numel()}.")
-    views = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+    views = private.unflatten_dense_tensors(flat, tensors)
     # torch 2.9 gives views without elements the shape (0,).
     return [
         view if view.numel() else view.view(tensor.shape)
@@ -90,4 +91,4 @@ def broadcast(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
     for alike in by_kind([tensor.data for tensor in tensors]):
         flat = flatten(alike)
         torch.distributed.broadcast(flat, source, group=group)
-        torch._foreach_copy_(alike, unflatten(flat, alike))
+        private.foreach_copy_(alike, unflatten(flat, alike))

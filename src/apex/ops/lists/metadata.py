@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 
 _Fact = TypeVar("_Fact", bound=Callable[..., Any])
@@ -28,8 +29,7 @@ Entry = tuple[Any, Any]  # guards, and what is known where they hold
 
 _PLAIN, _LAYOUT = frozenset(_runtime.PLAIN), attrgetter("layout")
 
-# A private class, in torch 2.9 and in 2.13; without it lists are looked at each time.
-_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+_Guards = private.TensorGuards  # or None: lists are looked at each time
 
 
 # Tensors of which guards are kept, of 180 bytes each: 90 MB. FusedAdam's lists have 4 a parameter.

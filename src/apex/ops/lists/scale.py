@@ -13,6 +13,7 @@ from collections import namedtuple
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.multi_tensor import Update, Values, run
 from apex.ops.lists.overlaps import each_once, put_back
@@ -128,8 +129,8 @@ def _scale_on_cpu(
         return False
     found = torch.zeros(1, dtype=torch.float32, device="cpu")
     if any(a.data_ptr() != b.data_ptr() for a, b in zip(x, out, strict=True)):
-        torch._foreach_copy_(list(out), list(x))
-    torch._amp_foreach_non_finite_check_and_unscale_(
+        private.foreach_copy_(list(out), list(x))
+    private.amp_foreach_non_finite_check_and_unscale_(
         list(out), found, found.new_tensor([float(factor)])
     )
     if flag is not None and found.item():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.collectives import all_gather, reduce_scatter, wait
 
 ALIGN = 8  # elements: 16 bytes of the narrowest dtype
@@ -284,7 +285,7 @@ class ShardBucket:
                 "overlap_param_sync=True call param_sync() before writing parameters."
             )
         if self.buffer is None:
-            torch._foreach_copy_(self.params, self.views(flat))
+            private.foreach_copy_(self.params, self.views(flat))
         else:
             torch.autograd.graph.increment_version(self.params)
         if self.main is None and self.buffer is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.multi_tensor import FUSABLE, run
 from apex.ops.lists.overlaps import each_once, put_back
@@ -105,11 +106,14 @@ def _groups(grads: TensorList) -> list[list[torch.Tensor]]:
             groups[kind].append(grad)
     found = []
     for (_, dtype, layout), group in groups.items():
-        values = group if layout == torch.strided else [grad._values() for grad in group]
+        values = group
+        if layout != torch.strided:
+            private.need("sparse gradients")
+            values = [grad._values() for grad in group]
         if dtype.is_complex:
             values = [torch.view_as_real(v.conj() if v.is_conj() else v) for v in values]
         if any(map(torch.Tensor.is_neg, values)):
-            values = [torch._neg_view(v) if v.is_neg() else v for v in values]
+            values = [private.neg_view(v) if v.is_neg() else v for v in values]
         found.append(values)
     return found
 
@@ -128,7 +132,7 @@ def multiply_(grads: TensorList, factor: float) -> None:
                 wide = torch.promote_types(group[0].dtype, torch.float32)
                 by = torch.tensor(factor, dtype=wide, device="cpu")
             once = each_once(group)
-            torch._foreach_mul_(once, by)
+            private.foreach_mul_(once, by)
             put_back(group, once)
 
 
@@ -174,7 +178,7 @@ def check_and_multiply_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> 
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
         by, once = factor.to(device, non_blocking=True), each_once(group)
         if _torch_unscales(device, group[0].dtype):
-            torch._amp_foreach_non_finite_check_and_unscale_(once, found[device], by)
+            private.amp_foreach_non_finite_check_and_unscale_(once, found[device], by)
         else:
             scalars = ScaleScalars(by)
             run(SCALE, [once], ((0, SCALED),), scalars, flag=found[device], flags=(GIVEN,))

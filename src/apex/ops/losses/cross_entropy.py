@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from apex._compat import private
 from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_tensors, traced
 from apex.ops._dtypes import WIDE, Optional, wide
@@ -119,7 +120,7 @@ _EAGER = SimpleNamespace(forward=partial(_forward, wants_lse=False), backward=_b
 
 
 # What F.cross_entropy calls. torch's stub of it is wrong in a type.
-_of_torch: Any = torch._C._nn.cross_entropy_loss
+_of_torch: Any = private.cross_entropy_loss
 
 
 def cross_entropy(

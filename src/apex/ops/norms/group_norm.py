@@ -31,12 +31,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
 from apex.ops._op import UNSURE, op
 
-_is_transformed = torch._C._are_functorch_transforms_active
+_is_transformed = private.are_functorch_transforms_active
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -48,7 +49,7 @@ def channels_last(x: torch.Tensor) -> bool:
 
 def _layout(x: torch.Tensor) -> torch.memory_format:
     """Of the result: channels last where the channels of ``x`` are, gaps or not."""
-    if torch._C._are_functorch_transforms_active():
+    if private.are_functorch_transforms_active():
         return torch.preserve_format  # vmap knows no other
     last = x.dim() in FORMATS and x.stride(1) == 1 and not x.is_contiguous()
     return FORMATS[x.dim()] if last else torch.contiguous_format
@@ -289,7 +290,7 @@ def _by_torch(
         y = y.contiguous(memory_format=FORMATS[x.dim()])
     else:
         return None
-    return torch._C._nn.silu(y) if silu else y  # what F.silu calls
+    return private.silu(y) if silu else y  # what F.silu calls
 
 
 def _by_torch_widened(
@@ -304,7 +305,7 @@ def _by_torch_widened(
     weight = None if weight is None else weight.float()
     y = torch.group_norm(z, groups, weight, None if bias is None else bias.float(), eps)
     if silu:  # in the result's layout: its gradient would read the other one across
-        y = torch._C._nn.silu(y.contiguous(memory_format=layout) if last else y)
+        y = private.silu(y.contiguous(memory_format=layout) if last else y)
     return y.to(x.dtype, memory_format=layout) if last else y.to(x.dtype)
 
 
@@ -319,7 +320,7 @@ def _by_pieces(
         y = OP.compute(z, weight, bias, (_PIECES, groups, eps, False))
     else:
         y = _normalized(z, weight, bias, groups, eps, False)[0]
-    return _like(torch._C._nn.silu(y) if silu else y, x)
+    return _like(private.silu(y) if silu else y, x)
 
 
 def _fit(x: torch.Tensor, groups: Any, weight: Any, bias: Any) -> bool:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from apex._compat import private
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import Optional
 from apex.ops.norms.batch_norm import gradient_sums, input_gradient, merge, moments, normalize
@@ -104,7 +104,7 @@ def update_running(
 
 
 @torch.no_grad()
-def track(layer: _BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+def track(layer: private.BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
     """Count the batch, and update the running statistics of the layer, if it keeps them."""
     if not layer.track_running_stats or layer.running_mean is None:
         return

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_lists import Scalar, TensorList
@@ -68,7 +69,7 @@ def _torchs(hyper: Adagrad) -> Callable[..., None]:
     step = torch.ones((), device="cpu", dtype=torch.float32)  # which matters with lr_decay only
 
     def kernel(grads: _List, params: _List, sums: _List) -> None:
-        torch._fused_adagrad_(
+        private.fused_adagrad_(
             params, grads, sums, [step] * len(params), lr=float(hyper.lr), lr_decay=0.0,
             weight_decay=float(hyper.weight_decay), eps=hyper.eps, maximize=False,
         )  # fmt: skip

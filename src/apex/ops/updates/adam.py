@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_lists import Scalar, TensorList
@@ -175,7 +176,7 @@ def for_torch(step: Step, corrects: bool) -> torch.Tensor:
 def torchs(hyper: AdamNumbers) -> Callable[..., None]:
     """Torch's fused kernel for float32 columns of the CPU."""
     step = for_torch(hyper.step, hyper.bias_correction)
-    fused = torch._fused_adamw_ if hyper.adam_w_mode else torch._fused_adam_
+    fused = private.fused_adamw_ if hyper.adam_w_mode else private.fused_adam_
 
     def kernel(grads: _List, params: _List, exp_avgs: _List, exp_avg_sqs: _List) -> None:
         fused(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_lists import Scalar, TensorList
@@ -72,8 +73,8 @@ def _torchs(hyper: AdamSwa) -> Callable[..., None]:
     def kernel(grads: _List, params: _List, *states: _List) -> None:
         step(grads, params, *states[:2])
         if hyper.is_first:
-            torch._foreach_copy_(states[2], params)
+            private.foreach_copy_(states[2], params)
         else:
-            torch._foreach_lerp_(states[2], params, hyper.share)
+            private.foreach_lerp_(states[2], params, hyper.share)
 
     return kernel

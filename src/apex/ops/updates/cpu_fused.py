@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.multi_tensor import Update
 from apex.ops.lists.storage import PARAM, PLAIN, StepOptions, run_stored
@@ -101,14 +102,14 @@ def step_(
     if whole and (dtypes == {torch.float32} or (narrow and len(dtypes) == 1 and extra is None)):
         kernel(*columns)
         if extra is not None:
-            torch._foreach_copy_(list(extra), list(columns[PARAM]))
+            private.foreach_copy_(list(extra), list(columns[PARAM]))
         return
     for pieces in batches(columns if extra is None else [*columns, extra]):
         part = pieces[: len(columns)]
         here = options if extra is None else options._replace(extra=pieces[-1])
         values = as_float32(part, here)
         if factor != 1.0:
-            values[0] = list(torch._foreach_mul(values[0], number(factor)))
+            values[0] = list(private.foreach_mul(values[0], number(factor)))
         kernel(*values)
         store_(part, values, here, write_grads=options.write_grads and factor != 1.0)
 
@@ -141,7 +142,7 @@ def store_(
     pairs += [(columns[0], wide[0])] if write_grads else []
     for column, new in pairs:
         if new[0] is not column[0]:
-            torch._foreach_copy_(list(column), list(new))
+            private.foreach_copy_(list(column), list(new))
 
 
 def _weights(columns: Sequence[TensorList], options: StepOptions) -> list[TensorList]:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.stages import Kind, Stages, Sums, finish
@@ -196,23 +197,23 @@ def _stages_on_cpu(columns: Sequence[TensorList], hyper: Lamb, options: StepOpti
     scale, shrink = cpu_fused.number(factor), cpu_fused.number(decay)
     for grads, params, exp_avgs, exp_avg_sqs in cpu_fused.batches(wide):
         if factor != 1.0:
-            torch._foreach_mul_(grads, scale)
+            private.foreach_mul_(grads, scale)
         if decay and not hyper.adam_w_mode:
-            torch._foreach_add_(grads, params, alpha=decay)
+            private.foreach_add_(grads, params, alpha=decay)
         if decay and hyper.adam_w_mode:  # not 0 times a weight of inf or nan
-            terms = list(torch._foreach_mul(params, shrink))
+            terms = list(private.foreach_mul(params, shrink))
         else:
             terms = [torch.zeros_like(param) for param in params]
-        torch._fused_adam_(
+        private.fused_adam_(
             terms, grads, exp_avgs, exp_avg_sqs, [], [step] * len(terms),
             lr=-1.0, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=0.0, eps=hyper.eps,
             amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch._foreach_copy_(grads, terms)
+        private.foreach_copy_(grads, terms)
     if not hyper.adapts:
-        torch._foreach_add_(wide[1], wide[0], alpha=-float(hyper.lr))
+        private.foreach_add_(wide[1], wide[0], alpha=-float(hyper.lr))
     else:
         whole = yield Sums(square_sums([*wide[1], *wide[0]]).view(2, -1))
         rates = hyper.rates(*whole.sqrt().unbind())
-        torch._foreach_addcmul_(wide[1], wide[0], rates.neg().unbind())
+        private.foreach_addcmul_(wide[1], wide[0], rates.neg().unbind())
     cpu_fused.store_(columns, wide, options, write_grads=options.extra is None)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_lists import Scalar, TensorList
@@ -76,15 +77,15 @@ def _by_foreach(hyper: Lion) -> Callable[..., None]:
 
     def kernel(*columns: _List) -> None:
         for grads, params, averages in cpu_fused.batches(columns):
-            update = torch._foreach_mul(averages, first)
-            torch._foreach_add_(update, grads, alpha=rest1)
-            torch._foreach_mul_(update, large)
-            torch._foreach_clamp_min_(update, -small)
-            torch._foreach_clamp_max_(update, small)
+            update = private.foreach_mul(averages, first)
+            private.foreach_add_(update, grads, alpha=rest1)
+            private.foreach_mul_(update, large)
+            private.foreach_clamp_min_(update, -small)
+            private.foreach_clamp_max_(update, small)
             if decay:
-                torch._foreach_mul_(params, shrunk)
-            torch._foreach_add_(params, update, alpha=-lr / small)
-            torch._foreach_mul_(averages, second)
-            torch._foreach_add_(averages, grads, alpha=rest2)
+                private.foreach_mul_(params, shrunk)
+            private.foreach_add_(params, update, alpha=-lr / small)
+            private.foreach_mul_(averages, second)
+            private.foreach_add_(averages, grads, alpha=rest2)
 
     return kernel

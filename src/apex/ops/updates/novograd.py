@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.stages import Kind, Stages, Sums, finish
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions, run_stored
@@ -154,7 +155,7 @@ def novograd_stages(
     if norms.data_ptr() == column[0].data_ptr():
         norms.copy_(new)
     else:
-        torch._foreach_copy_(list(column), new.unbind())
+        private.foreach_copy_(list(column), new.unbind())
     if cpu_fused.torch_steps(columns, options, hyper.lr, hyper.weight_decay, hyper.step):
         cpu_fused.step_(_by_foreach(hyper), [*columns, scales.unbind()], options)
         return
@@ -175,16 +176,16 @@ def _by_foreach(hyper: NovoGrad) -> Callable[..., None]:
     def kernel(*columns: _List) -> None:
         for grads, params, moments, scales in cpu_fused.batches(columns):
             if hyper.reg_inside_moment:
-                grads = list(torch._foreach_div(grads, scales))
+                grads = list(private.foreach_div(grads, scales))
                 if decay:
-                    torch._foreach_add_(grads, params, alpha=decay)
+                    private.foreach_add_(grads, params, alpha=decay)
             elif decay:
-                torch._foreach_mul_(params, shrunk)
-            torch._foreach_mul_(moments, beta1)  # not lerp, which makes nan of a moment of inf
-            torch._foreach_add_(moments, grads, alpha=share)
+                private.foreach_mul_(params, shrunk)
+            private.foreach_mul_(moments, beta1)  # not lerp, which makes nan of a moment of inf
+            private.foreach_add_(moments, grads, alpha=share)
             if hyper.reg_inside_moment:
-                torch._foreach_add_(params, moments, alpha=moved)
+                private.foreach_add_(params, moments, alpha=moved)
             else:
-                torch._foreach_addcdiv_(params, moments, scales, value=moved)
+                private.foreach_addcdiv_(params, moments, scales, value=moved)
 
     return kernel

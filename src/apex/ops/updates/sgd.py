@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex._compat import private
 from apex.ops.lists.multi_tensor import Update, Values
 from apex.ops.lists.storage import DEFAULT_OPTIONS, StepOptions
 from apex.ops.lists.tensor_lists import Scalar, TensorList
@@ -107,7 +108,7 @@ def _torchs(hyper: SGD) -> Callable[..., None]:
     """Torch's fused kernel for float32 columns of the CPU."""
 
     def kernel(grads: _List, params: _List, buffers: _List | tuple[()] = ()) -> None:
-        torch._fused_sgd_(
+        private.fused_sgd_(
             params, grads, buffers,
             weight_decay=float(hyper.weight_decay), momentum=hyper.momentum, lr=float(hyper.lr),
             dampening=hyper.dampening, nesterov=hyper.nesterov, maximize=False, is_first_step=False,

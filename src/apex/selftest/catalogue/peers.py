@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
+
 __all__ = ["Peer", "foreach_lamb", "foreach_novograd", "of_torch"]
 
 Params = list[torch.Tensor]
@@ -38,19 +40,19 @@ def foreach_lamb(params: Params, *, lr: float, weight_decay: float) -> Callable[
         taken += 1
         grads = [param.grad for param in params if param.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
-        scaled = torch._foreach_div(grads, norm.clamp(min=1.0))
-        torch._foreach_lerp_(means, scaled, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, scaled, scaled, 1 - beta2)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_div_(roots, (1 - beta2**taken) ** 0.5)
-        torch._foreach_add_(roots, 1e-6)
-        terms = torch._foreach_div(means, roots)
-        torch._foreach_div_(terms, 1 - beta1**taken)
-        torch._foreach_add_(terms, params, alpha=weight_decay)
-        sizes = [torch.stack(torch._foreach_norm(of)) for of in (params, terms)]
+        scaled = private.foreach_div(grads, norm.clamp(min=1.0))
+        private.foreach_lerp_(means, scaled, 1 - beta1)
+        private.foreach_mul_(squares, beta2)
+        private.foreach_addcmul_(squares, scaled, scaled, 1 - beta2)
+        roots = private.foreach_sqrt(squares)
+        private.foreach_div_(roots, (1 - beta2**taken) ** 0.5)
+        private.foreach_add_(roots, 1e-6)
+        terms = private.foreach_div(means, roots)
+        private.foreach_div_(terms, 1 - beta1**taken)
+        private.foreach_add_(terms, params, alpha=weight_decay)
+        sizes = [torch.stack(private.foreach_norm(of)) for of in (params, terms)]
         ratios = torch.where((sizes[0] > 0) & (sizes[1] > 0), sizes[0] / sizes[1], 1.0)
-        torch._foreach_addcmul_(params, terms, (ratios * -lr).unbind())
+        private.foreach_addcmul_(params, terms, (ratios * -lr).unbind())
 
     return step
 
@@ -72,17 +74,17 @@ def foreach_novograd(
         nonlocal taken
         taken += 1
         grads = [param.grad for param in params if param.grad is not None]
-        current = torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).square_()
+        current = torch.stack(private.foreach_norm(grads, dtype=torch.float32)).square_()
         if squares:
             squares[0].lerp_(current, 1 - beta2)
         else:
             squares.append(current)
-        torch._foreach_lerp_(means, grads, 1 - beta1)
+        private.foreach_lerp_(means, grads, 1 - beta1)
         scales = squares[0].sqrt().div_((1 - beta2**taken) ** 0.5).add_(1e-8)
         factors = scales.reciprocal_().mul_(-lr / (1 - beta1**taken))
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
+        private.foreach_mul_(params, 1 - lr * weight_decay)
         # As 0-dim tensors: numbers on the host, or a product of their own, took 1.1 to 1.7 times
         # as long on a CPU (3 million elements in one tensor, and 1,000 tiny ones).
-        torch._foreach_addcmul_(params, means, factors.unbind())
+        private.foreach_addcmul_(params, means, factors.unbind())
 
     return step

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._check import ArgumentError
 from apex.transformer import parallel_state, utils
@@ -207,7 +208,7 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Compute again, with a graph, and go back through it."""
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+        if not private.is_checkpoint_valid():
             raise ArgumentError(
                 "tensor_parallel.checkpoint: torch.autograd.grad and backward(inputs=...) do not "
                 "reach the weights inside; call loss.backward()."

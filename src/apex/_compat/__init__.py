@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch.torch_version import TorchVersion
 
+from apex._compat import private
+
 IS_2_10 = TorchVersion(torch.__version__) >= "2.10"
 IS_2_13 = TorchVersion(torch.__version__) >= "2.13"
 
@@ -38,7 +40,7 @@ ALL_GATHER = "all_gather_single" if IS_2_13 else "all_gather_into_tensor"
 
 def _is_compiling() -> bool:
     """Before 2.13 ``torch.compiler.is_compiling()`` is False while AOTAutograd traces."""
-    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+    return torch.compiler.is_compiling() or private.TracingContext.try_get() is not None
 
 
 is_compiling = torch.compiler.is_compiling if IS_2_13 else _is_compiling
@@ -57,16 +59,9 @@ def cpu_capabilities() -> dict[str, Any] | None:
 
 def root_mesh(mesh: Any) -> Any:
     """The ``DeviceMesh`` that ``mesh`` is a part of, or itself; in 2.9 a table has it."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    return torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh)
-
-
-# How many owners a storage has, by its address; ``None`` where torch does not count, or has not the
-# same for tensors. Private names.
-storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
-if not hasattr(torch.Tensor, "_use_count"):
-    storage_use_count = None
+    if IS_2_13:
+        return private.get_root_mesh(mesh)
+    return private.mesh_resources.get_root_mesh(mesh)
 
 
 def has_varlen_attention(x: torch.Tensor) -> bool:
