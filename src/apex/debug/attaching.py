@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-_modes: Any = torch.overrides  # without types
+from apex._compat import private
+
 _Begin = Callable[[torch.nn.Module, Any, Any], Any]  # what it returns is given to the other
 _End = Callable[[Any, Any], None]
 
@@ -109,12 +110,12 @@ def after_init(kind: Any, tell: Callable[[Any], None]) -> Callable[[], None]:
 
 def pop_mode(mode: Any) -> bool:
     """Take a function mode from torch's stack, wherever it is; whether it was there."""
-    depth = _modes._len_torch_function_stack()
-    if not any(_modes._get_function_stack_at(i) is mode for i in range(depth)):
+    depth = private.len_torch_function_stack()
+    if not any(private.get_function_stack_at(i) is mode for i in range(depth)):
         return False
     above = []
-    while (top := _modes._pop_mode()) is not mode:
+    while (top := private.pop_mode()) is not mode:
         above.append(top)
     for one in reversed(above):
-        _modes._push_mode(one)
+        private.push_mode(one)
     return True
