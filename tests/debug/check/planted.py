@@ -1,8 +1,9 @@
 """Programs with a planted mistake, and their twins without it.
 
 In ``Planted.text`` the line that is to be named ends with ``#!``. Lines that begin with ``#T`` are
-run in a plain run alone: they put into ``true`` what is to be measured, or that by step. ``clean`` has what is
-replaced in the twin; ``measured`` is a part of what is printed, with places for ``true``.
+run in a plain run alone: they put into ``true`` what is to be measured, or that by step. ``clean``
+has what is replaced in the twin; ``measured`` is a part of what is printed, with places for
+``true``.
 """
 
 from typing import NamedTuple
@@ -99,7 +100,6 @@ PLANTED = {}
 # --- scales --------------------------------------------------------------------------------------
 
 
-
 def unscaled(line):
     return {line: f"scaler.unscale_(opt)\n    {line}"}
 
@@ -111,7 +111,8 @@ PLANTED["clip_grad_norm"] = Planted(
         "nn.utils.clip_grad_norm_(net.parameters(), 1.0) #!"
     ),
     unscaled("nn.utils.clip"),
-    "step 1: the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 0.0039 and not 1 (8 of 8 steps)",
+    "step 1: the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 0.0039 and not 1 "
+    "(8 of 8 steps)",
 )
 PLANTED["clip_grad_value"] = Planted(
     "clip-before-unscale",
@@ -163,10 +164,12 @@ for p in net.parameters():
 )
 PLANTED["clip_in_a_hook"] = Planted(
     "clip-before-unscale",
-    scaled(make="""
+    scaled(
+        make="""
 for p in net.parameters():
     p.register_hook(lambda grad: torch.clamp(grad, -0.1, 0.1)) #!
-"""),
+"""
+    ),
     {"-0.1, 0.1": "-0.1 * scaler.get_scale(), 0.1 * scaler.get_scale()"},
     "elements of a gradient were clipped that is 256 times its size",
 )
@@ -589,7 +592,8 @@ for step in range({steps}):
     #T losses = [loss_of(one, labels) for one in leaves]
     #T ours, right = (torch.autograd.grad(*two)[0].double() for two in zip(losses, leaves))
     #T off = 100 * float((ours - right).norm() / right.norm())
-    #T true = {**dict(true), step + 1: [off, *map(float, losses)]}
+    #T true = dict(true)
+    #T true[step + 1] = [off, *map(float, losses)]
     loss = loss_of(logits, labels)
     opt.zero_grad()
     loss.backward()
