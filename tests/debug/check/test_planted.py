@@ -3,7 +3,8 @@
 import pytest
 
 from apex._mistakes import KINDS
-from tests.debug.check.planted import PLANTED
+from tests.debug.check.healthy import HEALTHY
+from tests.debug.check.planted import HEAD, PLANTED, TAIL
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -29,3 +30,13 @@ def test_a_planted_mistake_is_found_and_its_twin_is_silent(check, name):
 
 def test_each_kind_is_planted():
     assert {one.kind for one in PLANTED.values()} == set(KINDS)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_program_is_silent_and_its_weights_have_the_same_bits(check, name):
+    text = HEAD + HEALTHY[name] + TAIL  # which prints each weight with all its digits
+    _, output = check.plainly(text)
+    found = check(text)
+    assert (found["found"], check.code, found["failed_rules"]) == ([], 0, [])
+    assert check.out == output
+    assert len(output) > 100
