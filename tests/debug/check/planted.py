@@ -588,9 +588,9 @@ for step in range({steps}):
     x[torch.arange(128), labels] += 3
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = net(x)
-    #T leaves = [logits.detach().to(d).requires_grad_() for d in (logits.dtype, torch.float32)]
-    #T losses = [loss_of(one, labels) for one in leaves]
-    #T ours, right = (torch.autograd.grad(*two)[0].double() for two in zip(losses, leaves))
+    #T leaf = logits.detach().requires_grad_()
+    #T losses = [loss_of(leaf, labels), loss_of(leaf.float(), labels)]
+    #T ours, right = (torch.autograd.grad(one, leaf)[0].double() for one in losses)
     #T off = 100 * float((ours - right).norm() / right.norm())
     #T true = dict(true)
     #T true[step + 1] = [off, *map(float, losses)]

@@ -64,8 +64,7 @@ def test_findings_are_there_after_an_error():
     block = debug.check(model, optimizer)
     found = block.__enter__()
     train(model, optimizer, clips=True)
-    with pytest.raises(KeyError):
-        block.__exit__(KeyError, KeyError(), None)
+    assert not block.__exit__(KeyError, KeyError(), None)  # it goes on
     assert len(found) == 1
 
 
