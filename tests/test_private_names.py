@@ -16,13 +16,14 @@ from tests.trees import EXTENSION_MODULES, SRC, files, tree
 
 PRELOADED = {"bench/training/worker.py: torch._dynamo"}  # imported early, if it is there
 OF_PYTHON = {"_asdict", "_field_defaults", "_fields", "_replace", "_testMethodName"}
-OF_OTHERS = {  # in strings: attributes of programs and other libraries, and a key of saved states
+OF_OTHERS = {  # attributes of programs and other libraries, keys of saved states, documented ones
     "_amp_lazy_init",
     "_amp_stash",
     "_fields",
     "_growth_tracker",
     "_lazy_init_maybe_master_weights",
     "_loss_function",
+    "_saved_other",
 }
 CLASSES = (
     torch.Tensor,

@@ -97,7 +97,7 @@ def _ranks(result: Result) -> Iterator[bool]:
     if size < 2 or result.ended or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield True
         return
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     for one in result.found:
         one.ranks = [rank]

@@ -199,6 +199,11 @@ def key_of(param: torch.Tensor) -> tuple[int, int] | None:
     return None if grad is None else (id(grad), 0 if grad.is_inference() else grad._version)
 
 
+def scale_of(scaler: Any) -> float:
+    """The scale of a GradScaler, without a look through ``get_scale``, which the program calls."""
+    return float(scaler.state_dict().get("scale", 1.0))
+
+
 def scales_of(roots: Iterable[torch.Tensor], known: Iterable[float]) -> set[float | None]:
     """The scales that losses were multiplied by; ``None`` for a part that was not.
 

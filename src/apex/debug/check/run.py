@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from apex._compat import private
 from apex.debug.attaching import around, pop_mode
 from apex.debug.check import autocast, loss, scales, schedules, steps, sums
-from apex.debug.check.facts import SCALE, Facts, Rule, is_low, key_of, scales_of
+from apex.debug.check.facts import SCALE, Facts, Rule, is_low, key_of, scale_of, scales_of
 from apex.debug.check.finding import OURS, PROGRAM, Finding, caller, here
 from apex.debug.check.values import Values
 from apex.debug.tensors import tensors_of
@@ -48,6 +48,7 @@ class Run:
     """
 
     def __init__(self, limit: int = 20, *, stop: bool = False, ignored: Iterable[str] = ()) -> None:
+        private.need("apex debug")  # the same names
         self.facts = Facts(limit, ignored)
         self.failed: list[str] = []
         self.stopped, self._stop = False, stop
@@ -103,7 +104,6 @@ class Run:
             *((one, "compile", self._compile) for one in (torch, torch.nn.Module)),
             *((torch.nn.Module, name, self._cast) for name in ("half", "bfloat16", "to")),
             (torch.autograd, "backward", self._backward),
-            (torch.autograd, "_engine_run_backward", self._engine),
             (torch.Tensor, "register_hook", self._hook),
             (torch, "save", partial(self._tell, "saves")),
             (torch, "load", self._load),
@@ -111,6 +111,8 @@ class Run:
             (cast, "__enter__", self._enter),
             (cast, "__exit__", self._exit),
         )
+        if hasattr(torch.autograd, "_engine_run_backward"):
+            self._put(torch.autograd, "_engine_run_backward", self._engine)
         for owner, name, handler in places:
             self._put(owner, name, handler)
         for kind in (_Scaler, _Optimizer, *_subclasses(LRScheduler)):
@@ -186,7 +188,7 @@ class Run:
         with self.facts.quietly():
             result = inner(scaler, outputs)
         if scaler.is_enabled():
-            factor = float(scaler._scale)
+            factor = scale_of(scaler)
             self.facts.scalers.setdefault(scaler, factor)
             scaled = tensors_of(result)
             nodes: list[Any] = [one.grad_fn for one in scaled if one.grad_fn is not None]
@@ -207,7 +209,7 @@ class Run:
         facts.quiet = 0  # a step that has raised left it
         facts.refresh()
         roots, at = tensors_of(tensors), here()
-        scales = scales_of(roots, {float(one._scale) for one in facts.scalers})
+        scales = scales_of(roots, set(map(scale_of, facts.scalers)))
         seed = args[0] if args else kwargs.get("grad_tensors")
         self._send("backward_begins", [] if seed is not None else roots, scales, at)
         before = {id(param): key_of(param) for param in facts.params()}
@@ -275,7 +277,9 @@ class Run:
                 result = inner(scaler, optimizer, *args, **kwargs)
         finally:
             facts.inside = None
-        skipped = any(map(float, scaler._found_inf_per_device(optimizer).values()))
+        skipped = any(
+            map(float, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        )
         count.real = before if skipped else count.real
         self._end_attempt(optimizer, skipped=skipped)
         return result

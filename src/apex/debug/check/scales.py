@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import Facts, Mark, Rule
+from apex.debug.check.facts import Facts, Mark, Rule, scale_of
 from apex.debug.check.finding import Place
 from apex.debug.check.values import Call
 from apex.debug.tracing import key_of as memory_of
@@ -32,7 +32,7 @@ class Scaled(Rule):
 
     def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
         """Look for passes that were not scaled, or that came after ``unscale_``."""
-        scale = scaler._init_scale if scaler._scale is None else float(scaler._scale)
+        scale = scale_of(scaler)
         marks = self.facts.marks_of(self.facts.params(optimizer))
         live = [mark for mark in marks if mark.passes and not mark.touched]
         bare = {id(m): p for m in live for p in m.passes if p.scale is None and not p.is_late}
@@ -64,7 +64,7 @@ class Scaled(Rule):
         last = next((mark.passes[-1] for mark in marks if mark.scale()), None)
         if last is None or last.scale is None or last.updates == self.facts.updates:
             return
-        now = float(scaler._scale)
+        now = scale_of(scaler)
         text = f"gradients were multiplied by {last.scale:g} and divided by {now:g}"
         if now == last.scale:
             text += ": at the next change of the scale they are wrong by its factor"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from apex.debug.check.facts import Facts, Rule
+from apex.debug.check.facts import Facts, Rule, scale_of
 from apex.debug.check.finding import Place, here
 
 _DEEP, _LONG = 5, 1000  # what is looked at of a checkpoint: levels, and elements of a list
@@ -114,7 +114,7 @@ class Checkpoints(Rule):
         if "optimizer" not in kinds:
             return
         for scaler, start in self.facts.scalers.items():
-            scale = float(scaler._scale)
+            scale = scale_of(scaler)
             if scale in [part for part in _inside(thing) if isinstance(part, float)]:
                 self._saved.add("scaler")
             if scale != start:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from apex._compat import private
 from apex.debug.check.facts import Facts, Rule, is_low, short
 from apex.debug.check.finding import Place
 from apex.debug.check.values import CASTS, MOVES, Call
@@ -266,7 +267,7 @@ class Statistics(Rule):
 
     def module_begins(self, module: torch.nn.Module, args: Any, depth: int) -> None:
         """Compare with what the last forward has left, and compute what this one will leave."""
-        is_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training
+        is_norm = isinstance(module, private.BatchNorm) and module.training
         var = getattr(module, "running_var", None) if is_norm and args else None
         if var is None or not is_low(var):
             return
