@@ -398,7 +398,7 @@ def scheduled(step=UNSKIPPED, save=SAVE, load=""):
 net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 def make():
     opt = torch.optim.SGD(net.parameters(), lr=0.001)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
     return opt, schedule, torch.amp.GradScaler("cpu", init_scale=2.0**22)
 def train(steps):
     for _ in range(steps):
