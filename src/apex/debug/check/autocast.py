@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import statistics
 from typing import Any
 
@@ -14,6 +16,8 @@ from apex.debug.undisturbed import undisturbed
 
 _TRIES = 3  # steps in which backward runs more than once
 _SCALE = 1024.0
+_WRITERS = {"append", "add", "update", "print", "distributed", "extend", "write"}
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE", "INPLACE", "MAKE")
 _LEAST_LOST, _LEAST_APART = 0.01, 0.001
 
 
@@ -103,7 +107,8 @@ class Backwards(Rule):
     Sees where backward is called. In the first three steps it computes the gradients twice, by
     ``torch.autograd.grad``: inside and outside of the block, or at scales of 1 and 1024. Prints the
     difference, or the share of elements that are 0 at 1 alone. Silent below 0.1 % and 1 % (the
-    median), and where the program has hooks on gradients or functions of its own in the graph.
+    median), and where the program has hooks on gradients, or autograd functions of its own that may
+    do more than compute.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -169,9 +174,25 @@ def _gradients(root: torch.Tensor, params: list[Any], scale: float = 1.0) -> lis
 
 
 def _has_own_functions(root: torch.Tensor) -> bool:
-    """Whether the graph has a ``torch.autograd.Function`` that is not torch's or apex's."""
-    forwards = [getattr(node, "_forward_cls", None) for node in walk(root)]
-    return any(one and not one.__module__.startswith(("torch.", "apex.")) for one in forwards)
+    """Whether the graph has a ``torch.autograd.Function`` that may do more than compute."""
+    forwards = {getattr(node, "_forward_cls", None) for node in walk(root)} - {None}
+    others = [one for one in forwards if not one.__module__.startswith(("torch.", "apex."))]
+    return not all(_only_computes(inspect.unwrap(one.backward)) for one in others)
+
+
+def _only_computes(function: Any) -> bool:
+    """Whether a function writes nothing and calls nothing of the program: it may run twice."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    used = [function.__globals__.get(name) for name in code.co_names]
+    names = [getattr(one, "__name__", "") for one in used if one is not None]
+    known = all(name.startswith(("torch", "math")) for name in names)
+    writes = any(name.endswith("_") or name in _WRITERS for name in code.co_names)
+    steps = [f"{one.opname} {one.argrepr}" for one in dis.get_instructions(code)]
+    stores = any(one.startswith(_STORES) or one.endswith("=") for one in steps)
+    inner = code.co_freevars or any(map(inspect.iscode, code.co_consts))
+    return known and not (writes or stores or inner)
 
 
 RULES = (Regions, Backwards)

@@ -67,6 +67,7 @@ class Facts:
         scalers: Those that have scaled a loss, with their first scale.
         updates: How many times a scaler's scale was updated.
         asked: Whether the program has read the scale since the last step.
+        asked_late: Whether it has since the last backward began.
         inside: The optimizer that a scaler is stepping.
         busy: Whether rules are looking, whose own calls are no part of the program.
         quiet: Whether functions are not looked at: in optimizers, backward and the like.
@@ -92,7 +93,8 @@ class Facts:
         self.regions: list[Any] = []
         self.inside: Any = None
         self.measuring = True
-        self.asked = self.network = self.low = self.has_hooks = self.is_blind = False
+        self.asked = self.asked_late = False
+        self.network = self.low = self.has_hooks = self.is_blind = False
         self.reached: set[str] = set()
 
     def tell(
@@ -200,8 +202,9 @@ def key_of(param: torch.Tensor) -> tuple[int, int] | None:
 
 
 def scale_of(scaler: Any) -> float:
-    """The scale of a GradScaler, without a look through ``get_scale``, which the program calls."""
-    return float(scaler.state_dict().get("scale", 1.0))
+    """The scale of a GradScaler, without ``get_scale``, whose calls are the program's."""
+    known = scaler._get_scale_async()
+    return float(scaler.get_scale() if known is None else known)
 
 
 def scales_of(roots: Iterable[torch.Tensor], known: Iterable[float]) -> set[float | None]:
@@ -286,6 +289,7 @@ class Rule:
     ``makes_schedule(s)``      a schedule was made; ``schedules(s)``: its ``step()`` is called
     ``saves(thing)``           ``torch.save`` was called; ``loads(thing)``: of ``torch.load``
     ``takes_state(owner)``     ``load_state_dict`` of an optimizer, a scaler or a schedule
+    ``gives_state(owner)``     the program called ``state_dict`` of a scaler or a schedule
     ``enters``, ``leaves``     an autocast block
     ``module_begins(...)``     a forward: module, arguments, and how deep it is
     ``network_ends(output)``   of the outermost module with parameters that returns no loss

@@ -8,6 +8,7 @@ only. A rule that raises is dropped, and named at the end: the program goes on.
 from __future__ import annotations
 
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -105,7 +106,7 @@ class Run:
             *((torch.nn.Module, name, self._cast) for name in ("half", "bfloat16", "to")),
             (torch.autograd, "backward", self._backward),
             (torch.Tensor, "register_hook", self._hook),
-            (torch, "save", partial(self._tell, "saves")),
+            *((one, name, partial(self._tell, "saves")) for one, name in _SAVERS),
             (torch, "load", self._load),
             (cast, "__init__", self._new_region),
             (cast, "__enter__", self._enter),
@@ -148,6 +149,8 @@ class Run:
     def _patch_own(self, kind: type) -> None:
         """Patch the methods that a class has itself; those of its bases are patched there."""
         handlers: dict[str, Any] = {"load_state_dict": partial(self._tell, "takes_state")}
+        if not issubclass(kind, _Optimizer):
+            handlers["state_dict"] = self._state_dict
         if issubclass(kind, _Scaler):
             methods = (self._scale, self._unscale, self._step, self._update, self._get_scale)
             handlers.update(zip(_OF_SCALER, methods, strict=True))
@@ -198,7 +201,8 @@ class Run:
         return result
 
     def _get_scale(self, inner: Any, scaler: Any) -> Any:
-        self.facts.asked |= caller() != OURS
+        if caller() != OURS:
+            self.facts.asked = self.facts.asked_late = True
         return inner(scaler)
 
     def _backward(self, inner: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +210,7 @@ class Run:
         self._look_at_the_limit()
         if not facts.measuring:
             return inner(tensors, *args, **kwargs)
-        facts.quiet = 0  # a step that has raised left it
+        facts.quiet, facts.asked_late = 0, False  # a step that has raised left it quiet
         facts.refresh()
         roots, at = tensors_of(tensors), here()
         scales = scales_of(roots, set(map(scale_of, facts.scalers)))
@@ -370,6 +374,11 @@ class Run:
             self._send("schedules", schedule)
         return self._without_schedule(inner, schedule, *args, **kwargs)
 
+    def _state_dict(self, inner: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if caller() != OURS:
+            self._send("gives_state", owner)
+        return inner(owner, *args, **kwargs)
+
     def _load(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
         with self.facts.quietly():
             thing = inner(*args, **kwargs)
@@ -428,6 +437,7 @@ class Run:
             self._send("network_ends", tensors)
 
 
+_SAVERS = ((torch, "save"), (pickle, "dump"))
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_SCALER = ("scale", "unscale_", "step", "update", "get_scale")
 

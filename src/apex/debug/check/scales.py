@@ -12,6 +12,7 @@ from apex.debug.check.finding import Place
 from apex.debug.check.values import Call
 from apex.debug.tracing import key_of as memory_of
 
+_PART = 0.05  # of the scale: a limit of that size has the scale in it
 _CLAMPS = ("clamp", "clip", "hardtanh", "minimum")
 
 
@@ -40,10 +41,8 @@ class Scaled(Rule):
         if scale == 1.0:
             return
         if bare and all(p.scale is None for mark in live for p in mark.passes):
-            backward = str(next(iter(bare.values())).place)
-            sentence = (
-                f"divides gradients by the loss scale, which this backward() has not: {backward}"
-            )
+            sentence = "divides gradients by the loss scale, which this backward() has not: "
+            sentence += str(next(iter(bare.values())).place)
             text = f"gradients are {scale:g} times too small"
             self.facts.tell("step-without-scale", text, size=scale, sentence=sentence)
         elif bare:
@@ -51,10 +50,8 @@ class Scaled(Rule):
             at = next(iter(bare.values())).place
             self.facts.tell("one-loss-unscaled", f"{text}parameters", at, size=scale)
         if late:
-            text = (
-                f"what came after unscale_() has {scale:g} times the weight of what came before, "
-            )
-            text += f"in {len(late)} of {len(live)} parameters"
+            text = f"what came after unscale_() has {scale:g} times the weight of what came "
+            text += f"before, in {len(late)} of {len(live)} parameters"
             at = next(iter(late.values())).place
             self.facts.tell("added-after-unscale", text, at, size=scale)
 
@@ -75,10 +72,8 @@ class Scaled(Rule):
         params = self.facts.params()
         number = sum(param.dtype == torch.float16 for param in params)
         if number and "FP16" in str(error):
-            text = (
-                f"{number} of {len(params)} parameters are float16, and unscale_() raised: {error}"
-            )
-            self.facts.tell("float16-weights-under-scaler", text, self.facts.cast_at())
+            text = f"{number} of {len(params)} parameters are float16, and unscale_() raised: "
+            self.facts.tell("float16-weights-under-scaler", f"{text}{error}", self.facts.cast_at())
 
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Look for gradients that are still scaled."""
@@ -96,7 +91,8 @@ class Clipping(Rule):
     Sees torch's clipping; a clamp of a scaled gradient, also in a hook, that changes elements; and
     multiplications of scaled gradients that follow a norm of them. Prints the norm, that of the
     gradients, and the limit that resulted. Silent for factors that undo the scale, are above 1 or
-    the same in each step, and for a clamp where the program has read the scale.
+    the same in each step; where the program has read the scale after the backward; and for a clamp
+    or a limit of the scale's size where it has read the scale before.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -110,7 +106,9 @@ class Clipping(Rule):
     def clips(self, params: list[Any], limit: float, norm: Any) -> None:
         """Look at what torch has clipped."""
         marks = self.facts.marks_of(params)
-        if scale := next((mark.scale() for mark in marks if mark.scale()), None):
+        scale = next((one for mark in marks if (one := mark.scale())), None)
+        is_meant = self.facts.asked_late or (self.facts.asked and limit >= _PART * (scale or 1.0))
+        if scale and not is_meant:
             text = f"clipped to {limit / scale:.2g} and not {limit:g}"
             if isinstance(norm, torch.Tensor):
                 was = float(norm)
@@ -129,10 +127,9 @@ class Clipping(Rule):
     def _tell_clamp(self, call: Call, old: Any, new: Any, scale: float) -> None:
         changed = int((old != new).sum())
         if changed:
-            text = (
-                f"{changed} of {old.numel()} elements of a gradient were clipped that is {scale:g} "
-            )
-            self.facts.tell("clip-before-unscale", f"{text}times its size", call.place, size=scale)
+            text = f"{changed} of {old.numel()} elements of a gradient were clipped that is "
+            text += f"{scale:g} times its size"
+            self.facts.tell("clip-before-unscale", text, call.place, size=scale)
 
     def backward_ends(self, written: list[torch.Tensor]) -> None:
         """Look at the gradients that a scaled loss has given."""
@@ -190,7 +187,7 @@ class Clipping(Rule):
         if any(word in call.name for word in _CLAMPS):
             if not self.facts.asked:
                 self._tell_clamp(call, old, new, scale)
-        elif self._norm_read:
+        elif self._norm_read and not self.facts.asked_late:
             text = f"a gradient with the norm {size:.4g}, which is {size / scale:.4g} without the "
             text += f"scale, was multiplied by {factor:.3g}"
             steps = self._factors.setdefault(call.place, {})
@@ -251,9 +248,7 @@ class Amp(Rule):
             pairs = zip(state.params.weights, state.params.tensors, strict=True)
             grads = [one.grad for weight, one in pairs if id(weight) in given]
             if norms := [one.double().norm() for one in grads if one is not None]:
-                text = (
-                    f"the masters' gradients have the norm {float(torch.stack(norms).norm()):.4g} "
-                )
+                text = f"the masters' gradients have the norm {torch.stack(norms).norm():.4g} "
                 text += f"after it, and the limit is {limit:g}"
                 self.facts.tell("clip-of-model-gradients", text)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,10 +93,11 @@ class Schedules(Rule):
 class Checkpoints(Rule):
     """States that a checkpoint lacks, or that a resumed run does not load.
 
-    Sees what ``torch.save`` and ``torch.load`` are given, five levels deep, and ``load_state_dict``
-    of optimizers, scalers and schedules. Prints the scale or the learning rate, now and in a run
-    that resumes. Silent where no optimizer was saved, where both numbers are the same, and where
-    the scale itself was saved.
+    Sees what ``torch.save``, ``pickle.dump`` and ``torch.load`` are given, five levels deep, and
+    ``load_state_dict`` of optimizers, scalers and schedules. Prints the scale or the learning rate,
+    now and in a run that resumes. Silent where no optimizer was saved, where both numbers are the
+    same, where the scale itself was saved or the program has called ``state_dict``, and for
+    schedules whose rates follow from the last one, which the optimizer has (``ExponentialLR``).
     """
 
     lasts = True
@@ -124,12 +127,15 @@ class Checkpoints(Rule):
                 self._texts["scaler-not-saved"] = f"{text}{off:.0f} {what}", here()
         for schedule, known in self.facts.schedules.items():
             rate = _rate(schedule)
-            if known.rates and not math.isclose(rate, known.rates[0], rel_tol=1e-6):
-                text = (
-                    f"after {len(known.rates)} calls the learning rate is {rate:.4g}; a run that "
-                )
-                text += f"resumes begins the schedule at {known.rates[0]:.4g}"
+            is_other = known.rates and not math.isclose(rate, known.rates[0], rel_tol=1e-6)
+            if is_other and _counts(schedule, len(known.rates)):
+                text = f"after {len(known.rates)} calls the learning rate is {rate:.4g}; a run "
+                text += f"that resumes begins the schedule at {known.rates[0]:.4g}"
                 self._texts["scheduler-not-saved"] = text, here()
+
+    def gives_state(self, owner: Any) -> None:
+        """Note that the program saves it, in whatever way."""
+        self._saved.update(_names(owner))
 
     def loads(self, thing: Any) -> None:
         """Look what is in it."""
@@ -161,6 +167,23 @@ class Checkpoints(Rule):
         for kind, (text, at) in self._texts.items():
             if not (kind.endswith("saved") and kind.partition("-")[0] in self._saved):
                 self.facts.tell(kind, text, at, step=0)
+
+
+def _counts(schedule: Any, calls: int) -> bool:
+    """Whether a schedule that begins to count again gives other rates, from the same last one."""
+    if not type(schedule).__module__.startswith("torch."):
+        return True
+    on, again = copy.copy(schedule), copy.copy(schedule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for again.last_epoch in range(1, min(calls, _LONG) + 100):
+                on.last_epoch = schedule.last_epoch + again.last_epoch
+                if not all(map(math.isclose, on.get_lr(), again.get_lr())):
+                    return True
+        except Exception:  # noqa: BLE001  # of a schedule that has an end, or no such method
+            return True
+    return False
 
 
 def _names(part: Any) -> list[str]:

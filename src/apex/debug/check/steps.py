@@ -60,10 +60,8 @@ class NotFinite(Rule):
         total = sum(one.numel() for one in self.facts.params(optimizer))
         eps = next((group["eps"] for group in optimizer.param_groups if "eps" in group), None)
         if eps and not torch.tensor(eps, dtype=dtype, device="cpu").item():
-            sentence = (
-                f"divides by a root plus eps={eps:g}, which is 0 in {short(dtype)}, the type "
-            )
-            sentence += "of these weights"
+            sentence = f"divides by a root plus eps={eps:g}, which is 0 in {short(dtype)}, the "
+            sentence += "type of these weights"
         text = f"the update made {bad} of {total} weights NaN or inf"
         self.facts.tell("update-not-finite", text, size=bad, sentence=sentence)
 

@@ -75,12 +75,8 @@ class Call:
         for i in range(len(self.args[0])):
             args = [one[i] if isinstance(one, list | tuple) else one for one in self.args]
             one = Call(func, tuple(args), self.kwargs)
-            one.got, one.writes, one.low, one.old = (
-                self.got[i : i + 1],
-                self.writes,
-                self.low,
-                self.old,
-            )
+            one.got, one.old = self.got[i : i + 1], self.old
+            one.writes, one.low = self.writes, self.low
             yield one
 
     def again(self, change: Callable[[torch.Tensor], Any], wide: torch.dtype) -> list[torch.Tensor]:
