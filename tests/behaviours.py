@@ -203,8 +203,8 @@ AMP = [
         plant="Convert batchnorm layers that are not affine.",
         test="tests/amp/initialize/test_modules.py::test_which_weights_are_cast[O2-None]",
         file="src/apex/amp/casting/models.py",
-        old="(keep_batchnorm and isinstance(module, _BatchNorm))",
-        new="(keep_batchnorm and isinstance(module, _BatchNorm) and module.affine)",
+        old="(keep_batchnorm and isinstance(module, private.BatchNorm))",
+        new="(keep_batchnorm and isinstance(module, private.BatchNorm) and module.affine)",
     ),
     Behaviour(
         "amp",

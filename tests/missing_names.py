@@ -6,17 +6,23 @@ import importlib
 import inspect
 import io
 import pkgutil
+import sys
 import traceback
 from unittest import mock
 
 import torch
 
-from apex._compat import names, private
-from tests import private_features
+WAS_IMPORTED = "apex.amp" in sys.modules  # by the server that forks, for tests of apex bench
+
+from apex._compat import names, private  # noqa: E402
+from tests import private_features  # noqa: E402
 
 
 def answer(connection, function, *args):
     """Send what a function of this file returns, or the text of an error."""
+    if WAS_IMPORTED:  # with what it has of torch
+        connection.send(None)
+        return
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
         try:

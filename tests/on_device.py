@@ -40,6 +40,12 @@ OF_THE_CPU = {
     "tests/gpu/": "interprets PTX, on tensors of the CPU",
     "tests/info/": "what the command says of this machine",
     "tests/kernels/": "compiles without a GPU",
+    "tests/ops/test_batch_invariance.py::test_without_the_switch_the_number_of_elements_decides": (
+        "what is computed in pieces on a CPU"
+    ),
+    "tests/ops/test_batch_invariance.py::test_no_function_tells_places_in_a_vector_apart": (
+        "what stands for torch's functions on a CPU"
+    ),
     "tests/optimizers/test_process_defaults.py": "compares with no default device",
     "tests/parallel/test_multiproc.py": "scripts in processes of their own",
     "tests/selftest/": "commands that choose a device themselves",

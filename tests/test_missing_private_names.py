@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import multiprocessing
 import pathlib
 import re
 from types import SimpleNamespace
@@ -72,17 +73,21 @@ CASES = [
 
 
 def _in_a_process(function, *args):
-    """What a function of `missing_names` returns in a new process; an error's text."""
-    ours, theirs = processes().Pipe()
-    process = processes().Process(target=missing_names.answer, args=(theirs, function, *args))
-    process.start()
-    theirs.close()
-    try:
-        found = ours.recv() if ours.poll(120) else "no answer in 120 s"
-    except EOFError:
-        found = "it has ended without an answer"
-    process.terminate()
-    process.join()
+    """What a function of `missing_names` returns in a process that has no module of apex yet."""
+    found = None
+    for context in (processes(), multiprocessing.get_context("spawn")):
+        if found is None:
+            ours, theirs = context.Pipe()
+            words = theirs, function, *args
+            process = context.Process(target=missing_names.answer, args=words)
+            process.start()
+            theirs.close()
+            try:
+                found = ours.recv() if ours.poll(120) else "no answer in 120 s"
+            except EOFError:
+                found = "it has ended without an answer"
+            process.terminate()
+            process.join()
     assert not isinstance(found, str), found
     return found
 

@@ -214,7 +214,8 @@ def test_errors_with_kernels_are_the_originals(kind, dtype):
     ratios = {}
     for name, pools in errors.items():
         error, original, size = (rms(torch.cat(pool)) for pool in pools)
-        original = max(original, 2.0**-24 * size)  # a rounding of float32: the loss
+        # A rounding of float32; of few numbers, as the losses are, a unit in the last place.
+        original = max(original, size * 2.0 ** (-24 if len(pools[2][0]) > 100 else -23))
         if original < 0.01 * size:  # else the dtype does not decide it
             ratios[name] = error / original
     assert len(ratios) > 0.9 * len(errors)

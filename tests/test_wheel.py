@@ -40,8 +40,8 @@ print(cli.main(["info"]))
 
 
 PACKAGES = """
-RNN amp bench cli contrib debug fp16_utils fused_dense hub info kernels mlp multi_tensor_apply
-normalization ops optimizers parallel reparameterization selftest transformer
+RNN _compat amp bench cli contrib debug fp16_utils fused_dense hub info kernels mlp
+multi_tensor_apply normalization ops optimizers parallel reparameterization selftest transformer
 """  # by name: a folder that pyproject.toml has forgotten is left out without a word
 
 

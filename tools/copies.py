@@ -95,6 +95,7 @@ class Copy:
         environment = {**os.environ, **(variables or {})}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else all is compiled at each start
+        environment.pop("PYTEST_XDIST_WORKER", None)  # of a test that plants: this is no worker
         child = self._child = subprocess.Popen(
             [*words, *arguments], cwd=self.folder, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

@@ -274,7 +274,10 @@ def test_more_seeds_are_advised_with_the_time_that_they_would_take():
     found = _one(*runs, seconds=90.0)
     needed = found.accuracy.needed
     minutes = round(30 * needed / 60)
-    assert f"about {needed} would (`--seeds {needed}`, some {minutes} minutes)" in sentence(found)
+    assert (
+        f"about {needed} seeds would decide (`--seeds {needed}`, about {minutes} minutes)"
+        in sentence(found)
+    )
 
 
 def test_the_test_loss_has_the_same_rule_and_is_finer():
@@ -306,7 +309,9 @@ def test_seeds_that_were_asked_for_already_are_not_advised():
     assert "0.86 points lower and 0.86 points higher (95 %, 3 seeds). Test" in sentence(found)
     budget = _one(*runs, budget_s=60.0)
     needed = budget.accuracy.needed
-    assert f"about {needed} would (`--seeds {needed}` with `--budget 2m`)" in sentence(budget)
+    assert f"about {needed} seeds would decide (`--seeds {needed}` with `--budget 2m`)" in sentence(
+        budget
+    )
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
@@ -515,14 +520,14 @@ WORSE = (91.0, 91.2, 91.4)
             {"O4": (FAST, RIGHT, HALF), "O5": ((0.25, 0.26, 0.25), RIGHT, SAME)},
             f"Take bfloat16 (O5): it trains 3.93 times as fast here. {NONE_LOST}",
         ),
-        (  # no seeds are named that would not decide
+        (
             {"O4": (FAST, (98.4, 98.0, 98.2), SAME)},
             "bfloat16 (O4) trains 1.95 times as fast here. Accuracy 98.2 beside 98.2 %: between "
-            "0.86 points lower and 0.86 points higher (95 %, 3 seeds); about 6 would (`--seeds "
-            "6`).",
+            "0.86 points lower and 0.86 points higher (95 %, 3 seeds); about 6 seeds would "
+            "decide (`--seeds 6`).",
         ),
         (
-            {"O4": (FAST, (98.4, 98.0, 98.2), {**SAME, "planned_steps": 80})},
+            {"O4": (FAST, RIGHT, {**SAME, "planned_steps": 80})},
             "bfloat16 (O4) trains 1.95 times as fast here. The time budget cut the trainings to 75 "
             "% of their steps, too few to speak of quality: run again with a larger `--budget`.",
         ),
@@ -663,6 +668,15 @@ def test_of_levels_that_compute_the_same_the_fastest_is_named_and_all_that_tie(t
     assert rest.partition(".  " if not rest else ". Accuracy")[0] == beside
 
 
+def test_levels_that_compute_something_else_do_not_tie():
+    of = of_runs(
+        *level("O0", accuracy=RIGHT),
+        *level("O4", (0.5, 0.55, 0.44), RIGHT, DIFFERENT),
+        *level("O5", (0.49, 0.54, 0.45), RIGHT, {"losses": (3.0,) * 60}),
+    )
+    assert answers(of, verdicts(of))[0].startswith("Take bfloat16 (O5): it trains 2.03 times as ")
+
+
 def test_the_names_of_levels_that_tie_are_in_the_answer_where_memory_differs():
     more = {"peak_bytes": round(1.1 * HALF["peak_bytes"])}
     of = of_runs(
@@ -684,7 +698,7 @@ def test_levels_that_compute_the_same_are_one_comparison():
     runs += [*level("O5", FAST, mine, DIFFERENT), *level("O1", SLOW, RIGHT, same)]
     found = verdicts(of_runs(*runs))
     assert found[0].accuracy == found[1].accuracy == alone.accuracy
-    assert found[2].same
+    assert (found[2].same, found[2].accuracy, found[2].loss) == (True, None, None)
     other = verdicts(of_runs(*runs, *level("O3", FAST, mine, {"losses": (3.0, 1.0) * 30})))
     assert other[0].accuracy.interval != alone.accuracy.interval
 
@@ -703,15 +717,21 @@ def test_on_a_busy_machine_there_is_no_advice(waited):
         assert marks(of) == [f"BUSY MACHINE: {busy}"]
 
 
-def test_a_quick_run_names_what_would_decide():
-    runs = [*level("O0", accuracy=RIGHT, quick=True),
-            *level("O4", FAST, (98.4, 98.0, 98.2), {**SAME, **DIFFERENT}, quick=True)]  # fmt: skip
-    of = of_runs(*runs)
+@pytest.mark.parametrize(
+    ("task", "option"), [("digits-cnn", ""), ("train.py:build", " --task train.py:build")]
+)
+def test_a_quick_run_names_what_would_decide(task, option):
+    quick = {"quick": True, "task": task}
+    unsure = (98.4, 98.0, 98.2)
+    of = of_runs(
+        *level("O0", accuracy=RIGHT, **quick),
+        *level("O4", FAST, unsure, {**SAME, **DIFFERENT}, **quick),
+    )
     (said,) = answers(of, verdicts(of))
     assert said == (
         "bfloat16 (O4) trains 1.95 times as fast here. Accuracy 98.2 beside 98.2 %: between 0.86 "
-        "points lower and 0.86 points higher (95 %, 3 seeds); to decide, run `apex bench --seeds "
-        "10`, which trains on all of the data."
+        "points lower and 0.86 points higher (95 %, 3 seeds); to decide, run `apex "
+        f"bench{option} --seeds 10`, which trains on all of the data."
     )
 
 
@@ -772,6 +792,26 @@ def test_torchs_autocast_and_tf32_stand_beside_the_level_that_is_advised():
     (said,) = answers(of, verdicts(of))
     assert "(O4 TF32 off): it trains 2.00 times as fast here in 0.85 of the memory (TF32 alone: " \
         "1.67; torch's own autocast: 1.92). " in said  # fmt: skip
+
+
+def test_tf32_alone_may_be_the_answer():
+    of = of_runs(
+        *level("O0", accuracy=RIGHT, tf32=False),
+        *level("O0", (0.6, 0.66, 0.54), RIGHT, DIFFERENT, tf32=True),
+    )
+    (said,) = answers(of, verdicts(of))
+    assert said.startswith("Take TF32 (O0 TF32 on): it trains 1.67 times as fast here. Accuracy ")
+
+
+def test_a_level_that_learnt_nothing_is_not_taken():
+    guess = {"chance": 97.9, "test_loss": ()}
+    of = of_runs(
+        *level("O0", accuracy=(99.3, 99.2, 99.4), others=guess),
+        *level("O4", FAST, (98.0, 99.6, 98.4), {**DIFFERENT, **guess}),
+    )
+    (said,) = answers(of, verdicts(of))
+    assert said.startswith("bfloat16 (O4) trains 1.95 times as fast here")
+    assert said.endswith("But O4's accuracy is at chance level: guessing gets 97.9 % right.")
 
 
 # --- what was learnt -----------------------------------------------------------------------------

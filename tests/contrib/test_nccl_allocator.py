@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from apex._compat import private
 from apex.contrib import nccl_allocator
 
 
@@ -39,6 +40,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"a pool of {allocator}")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(private, "get_backend", lambda group, device: group._get_backend(device))
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=group("the world")))
     return SimpleNamespace(noted=noted, group=group)
 

@@ -93,7 +93,7 @@ def _functions_of(call):
         ("RMS norm, memory_efficient", {"mv", "addmv", "addmv_", "mm", "matmul"}),
     ],
 )
-def test_no_function_is_called_that_tells_places_in_a_vector_apart(name, functions):
+def test_no_function_tells_places_in_a_vector_apart(name, functions):
     """Where a processor has vectors: the end of a tensor is computed by another formula."""
 
     def found():

@@ -12,6 +12,22 @@ from torch.torch_version import TorchVersion
 
 from apex._compat import private
 
+__all__ = [
+    "ALL_GATHER",
+    "CUDA_ONLY",
+    "HAS_GRAD_DTYPE",
+    "IS_2_10",
+    "IS_2_13",
+    "REDUCE_SCATTER",
+    "TRACES_SET_AUTOCAST",
+    "add_wide_product",
+    "cpu_capabilities",
+    "has_varlen_attention",
+    "is_compiling",
+    "root_mesh",
+    "varlen_attention",
+]
+
 IS_2_10 = TorchVersion(torch.__version__) >= "2.10"
 IS_2_13 = TorchVersion(torch.__version__) >= "2.13"
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from apex._compat import private
+from apex._compat import instead, private
 from apex.amp.casting import cpu_float16
 from apex.cli.tables import aligned
 from apex.info import installs, machine
@@ -125,13 +125,13 @@ def draw(report: Installation) -> str:
 
 
 def _versions(report: Installation) -> Iterator[Row]:
+    missing = report.missing_private_names
     for name, found in report.versions.items():
         yield name, found or "not installed"
-    missing = report.missing_private_names
-    says = f"has no {', '.join(missing)}" if missing else "has all private names that apex uses"
-    yield "this torch", says
-    for path, effect in missing.items():
-        yield "", f"without {path}: {effect}"
+        if name == "torch" and not missing:
+            yield "", "it has all private names that apex uses"
+        if name == "torch":
+            yield from (("", f"it has no {path}: {effect}") for path, effect in missing.items())
 
 
 def _device(device: machine.Device) -> Iterator[Row]:
@@ -235,6 +235,8 @@ def _unscaling(device: torch.device) -> Choice:
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return "unavailable", f"torch's list kernel does not run here: {reason}"
+    if private.amp_foreach_non_finite_check_and_unscale_ is instead.check_and_unscale_:
+        return "torch fused", "gradient by gradient: this torch lacks the function for lists"
     return "torch fused", "one call of torch._amp_foreach_non_finite_check_and_unscale_"
 
 

@@ -13,9 +13,9 @@ from apex._compat import private
 class Marked(torch.nn.Module):
     """Sets attributes of its parameters again where torch makes new ones, which have none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         private.need("tensor_parallel")
-        super().__init__()
+        super().__init__(*args, **kwargs)
 
     def _mark(self) -> None:
         """Set the attributes."""

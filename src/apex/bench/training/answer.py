@@ -98,7 +98,7 @@ def _as_good(of: Verdict, top: Verdict) -> bool:
 def _proved(of: Verdict) -> bool:
     """Whether whole trainings have shown that no quality is lost."""
     fine = of.same or (of.quality is not None and of.quality.fine)
-    return fine and not of.cut and not of.other.unlearnt
+    return fine and not (of.cut or of.other.unlearnt or of.row.unlearnt)
 
 
 def _advice(best: Sequence[Verdict], among: Sequence[Verdict]) -> str:
@@ -150,8 +150,9 @@ def _quality(of: Verdict) -> str:
             f"The time budget cut the trainings to {of.cut:.0f} % of their steps, too few to speak "
             "of quality: run again with a larger `--budget`."
         )
-    if of.other.unlearnt:
-        return f"But {of.other.label}'s accuracy is {of.other.unlearnt}."
+    for row in (of.other, of.row):
+        if row.unlearnt:
+            return f"But {row.label}'s accuracy is {row.unlearnt}."
     if of.same:
         return f"Its losses are those of {of.other.label} to the last bit."
     if of.quality is None:

@@ -21,7 +21,7 @@ from apex.bench.training import plan, report, tasks
 from apex.bench.training.notes import LEFT_OUT, how_measured
 from apex.bench.training.precision import ALIASES, LEVELS
 from apex.bench.training.results import Cell, Results, write
-from apex.bench.training.sentences import why_not_native
+from apex.bench.training.sentences import TASK, why_not_native
 from apex.bench.training.tasks.task import TaskOptions
 from apex.bench.training.trainer import OPTIMIZERS
 from apex.bench.training.warned import Warned, each_once
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``apex bench``."""
     named = "; ".join(f"{name}: {summary}" for name, (_, summary) in tasks.TASKS.items())
     add = parser.add_argument
-    add("--task", nargs="+", default=["digits-cnn"], metavar="TASK",
-        help=f"{named}; or file.py:function, see the docs (default: digits-cnn)")
+    add("--task", nargs="+", default=[TASK], metavar="TASK",
+        help=f"{named}; or file.py:function, see the docs (default: {TASK})")
     add("--levels", nargs="+", choices=[*LEVELS, *ALIASES], metavar="LEVEL",
         help="O0 to O5, native-fp16 and native-bf16 (torch.autocast), FP16 (FP16_Optimizer, static "
         "scale); FP32 is O0 and amp is O1 (default: all but FP16, and without native-fp16 where "

@@ -12,14 +12,14 @@ from apex.bench.training.results import Operator
 from apex.bench.training.rows import BASELINE
 from apex.bench.training.verdict import Verdict
 
-__all__ = ["ALIKE", "SAME_MEMORY", "TORCH_NAMES", "alike", "quality", "sentences", "times"]
+__all__ = ["ALIKE", "SAME_MEMORY", "TASK", "TORCH_NAMES", "alike", "quality", "sentences", "times"]
 __all__ += ["why_not_native"]
 
 LAUNCH_BOUND = 0.9  # share of the step in which the host is still launching kernels
 SAME_MEMORY = 0.005  # relative; less is not worth a word
 MOST_LOSS = 10_000  # times as high: more is said as "or more"
 WIDE = 20  # margins: a wider interval says nothing
-DECIDE = "to decide, run `apex bench --seeds 10`, which trains on all of the data"
+TASK, SEEDS = "digits-cnn", 10  # where nothing else is said; and for what a quick run leaves open
 ALIKE = 1.1  # times the other's speed or less, and the reverse: "about as fast"
 GREW = 0.05  # of O0's step: operators that grew by less are not named
 TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -210,13 +210,16 @@ def _percent(part: float) -> str:
 def _more(of: Verdict, found: Judged) -> str:
     """Name the number of seeds that would tell, and the time that they would take."""
     if of.row.report.quick:
-        return f"; {DECIDE}"
+        task = "" if of.row.task == TASK else f" --task {of.row.task}"
+        return (
+            f"; to decide, run `apex bench{task} --seeds {SEEDS}`, which trains on all of the data"
+        )
     if found.needed is None:
         return ""
     report = of.row.report
     seeds = len({run.cell.seed for run in report.runs})
     more = found.needed / seeds / 60 if seeds else 0.0
     minutes, budget = report.seconds * more, math.ceil((report.budget_s or 0.0) * more)
-    time = f", some {minutes:.0f} minutes" if minutes >= 1.5 else ""
+    time = f", about {minutes:.0f} minutes" if minutes >= 1.5 else ""
     how = f"` with `--budget {budget}m`" if budget else f"`{time}"
-    return f"; about {found.needed} would (`--seeds {found.needed}{how})"
+    return f"; about {found.needed} seeds would decide (`--seeds {found.needed}{how})"
