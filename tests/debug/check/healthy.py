@@ -102,6 +102,23 @@ HEALTHY = {
     ),
     "scaled_by_hand": scaled(backward="(scaler.scale(loss) if step == 0 else loss * "
                              "scaler.get_scale()).backward()"),
+    "limit_times_the_scale": scaled(
+        "nn.utils.clip_grad_norm_(net.parameters(), 0.1 * scaler.get_scale())"
+    ),
+    "scale_saved_by_itself": scaled().replace("256.0", "2.0**24")
+    + "state = scaler.state_dict()\ntorch.save(opt.state_dict(), io.BytesIO())\n",
+    "schedule_that_follows_from_its_rate": """
+net = nn.Linear(8, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.5)
+schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+for step in range(6):
+    x = torch.randn(16, 8)
+    F.mse_loss(net(x), x[:, :1]).backward()
+    opt.step()
+    schedule.step()
+    opt.zero_grad()
+torch.save(opt.state_dict(), io.BytesIO())
+""",
     "scale_that_falls": scaled().replace("256.0", "2.0**24"),
     "mask_of_minus_infinity": """
 class Attention(nn.Module):

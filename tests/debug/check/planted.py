@@ -474,6 +474,13 @@ PLANTED["schedule_not_saved"] = Planted(
     {without("schedule", SAVE): SAVE},
     "the learning rate is {0:.4g}; a run that resumes begins the schedule at 0.001",
 )  # fmt: skip
+PLANTED["pickled_without_scaler"] = Planted(
+    "scaler-not-saved",
+    scheduled(save=without("scaler", SAVE).replace("torch.save(", "import pickle; pickle.dump(")
+              + " #!"),
+    {"[opt.state_dict(), ": "[opt.state_dict(), scaler.state_dict(), "},
+    "a run that resumes starts at 4.1943e+06",
+)  # fmt: skip
 PLANTED["scaler_not_loaded"] = Planted(
     "scaler-not-loaded",
     scheduled(load=without("scaler", RESUME)),
