@@ -97,14 +97,16 @@ def _ranks(result: Result) -> Iterator[bool]:
     if size < 2 or result.ended or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield True
         return
-    from torch.distributed import TCPStore
+    import torch
+
+    distributed: Any = torch.distributed  # without types
 
     for one in result.found:
         one.ranks = [rank]
     prefix = f"apex check/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(*address, is_master=False, timeout=_WAIT)
+        store = distributed.TCPStore(*address, is_master=False, timeout=_WAIT)
         store.set(f"{prefix}/{rank}", json.dumps([one.as_dict() for one in result.found]))
         for other in range(1, size) if rank == 0 else ():
             result.add(json.loads(store.get(f"{prefix}/{other}")), other)

@@ -18,6 +18,7 @@ _TRIES = 3  # steps in which backward runs more than once
 _SCALE = 1024.0
 _WRITERS = {"append", "add", "update", "print", "distributed", "extend", "write"}
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE", "INPLACE", "MAKE")
+_OFF = "computes gradients in float16 without a loss scale: the GradScaler is not enabled"
 _LEAST_LOST, _LEAST_APART = 0.01, 0.001
 
 
@@ -152,7 +153,8 @@ class Backwards(Rule):
             pairs = [(a, b) for a, b in both if a is not None and b is not None]
             there = sum(int((torch.isfinite(b) & (b != 0)).sum()) for _, b in pairs)
             gone = sum(int((torch.isfinite(b) & (b != 0) & (a == 0)).sum()) for a, b in pairs)
-            self._lost.append((facts.now(), gone / max(1, there), self._place))
+            place = at if facts.is_off else self._place
+            self._lost.append((facts.now(), gone / max(1, there), place))
 
     def ends(self) -> None:
         """Tell of gradients that are too small for float16."""
@@ -160,7 +162,9 @@ class Backwards(Rule):
         for step, share, at in self._lost if median >= _LEAST_LOST else ():
             text = f"{100 * share:.3g} % of the gradients' elements were 0 that are not at a scale "
             text += f"of {_SCALE:g}"
-            self.facts.tell("float16-without-scaler", text, at, size=share, step=step)
+            self.facts.tell(
+                "float16-without-scaler", text, at, share, step, _OFF * self.facts.is_off
+            )
 
 
 def _gradients(root: torch.Tensor, params: list[Any], scale: float = 1.0) -> list[Any]:
@@ -175,8 +179,8 @@ def _gradients(root: torch.Tensor, params: list[Any], scale: float = 1.0) -> lis
 
 def _has_own_functions(root: torch.Tensor) -> bool:
     """Whether the graph has a ``torch.autograd.Function`` that may do more than compute."""
-    forwards = {getattr(node, "_forward_cls", None) for node in walk(root)} - {None}
-    others = [one for one in forwards if not one.__module__.startswith(("torch.", "apex."))]
+    forwards = {getattr(node, "_forward_cls", None) for node in walk(root)}
+    others = [one for one in forwards if one and not one.__module__.startswith(("torch.", "apex."))]
     return not all(_only_computes(inspect.unwrap(one.backward)) for one in others)
 
 

@@ -68,6 +68,7 @@ class Facts:
         updates: How many times a scaler's scale was updated.
         asked: Whether the program has read the scale since the last step.
         asked_late: Whether it has since the last backward began.
+        is_off: Whether a loss went through a scaler that is not enabled.
         inside: The optimizer that a scaler is stepping.
         busy: Whether rules are looking, whose own calls are no part of the program.
         quiet: Whether functions are not looked at: in optimizers, backward and the like.
@@ -93,7 +94,7 @@ class Facts:
         self.regions: list[Any] = []
         self.inside: Any = None
         self.measuring = True
-        self.asked = self.asked_late = False
+        self.asked = self.asked_late = self.is_off = False
         self.network = self.low = self.has_hooks = self.is_blind = False
         self.reached: set[str] = set()
 

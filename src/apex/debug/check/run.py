@@ -198,6 +198,7 @@ class Run:
             for node in nodes:
                 node.metadata[SCALE] = factor
             self._send("scales", tensors_of(outputs), scaled, factor)
+        self.facts.is_off |= not scaler.is_enabled()
         return result
 
     def _get_scale(self, inner: Any, scaler: Any) -> Any:

@@ -53,7 +53,7 @@ def keeps_what_is_lost(
     That is so for a master (float32, and the weight is its rounding), for low bits (integers of 16
     bits or more that have changed), and for a compensation: of both signs, never above one unit in
     the last place of the weight; where the weight stands it moves against the gradient, and where
-    the weight moves it moves the other way.
+    small updates have added up to a move it changes its sign against that.
 
     Args:
         before: The weight before the step.
@@ -83,7 +83,12 @@ def _keeps(
         return False
     step, change = value - was, error if old is None else error - old.double()
     stands, moved = (step == 0) & (change != 0), step != 0
-    return _mostly((change * grad)[stands] < 0, 0.5) and _mostly((change * step)[moved] < 0, 0.9)
+    crossed = moved & ((step + change).abs() < step.abs() / 2)  # small updates that added up
+    agrees = (
+        ((change - error) * step < 0) & (error * step < 0) if crossed.any() else change * step < 0
+    )
+    is_kept = _mostly(agrees[crossed if crossed.any() else moved], 0.9)
+    return is_kept and _mostly((change * grad)[stands] < 0, 0.5)
 
 
 def _mostly(truths: torch.Tensor, share: float) -> bool:
