@@ -74,7 +74,7 @@ from apex.cli.command_line import main
 from apex.info import speeds
 speeds.SIZES, speeds.SECONDS = {{"cpu": (8, 1)}}, 0
 more = {{"bench plot": ["a"], "info": ["--json"], "debug": ["a"], "debug repro": ["a"]}}
-more["what-if"] = ["a"]
+more["what-if"] = more["check"] = ["a"]
 more["selftest"] = ["--only", "rms norm, fp32, forward", "--json", {str(tmp_path / "f.json")!r}]
 more["selftest"] += ["--processes", "0"]  # another process would not be minimal
 for name in {commands}:

@@ -1,9 +1,10 @@
-"""Runs `apex debug` in this process, which does not end with it."""
+"""Runs `apex debug` and `apex check` in this process, which does not end with them."""
 
 import sys
 
 import pytest
 
+from apex.cli import check
 from apex.cli import command_line as cli
 from apex.cli.debugging import command
 
@@ -12,7 +13,8 @@ def main(arguments):
     """What the command line's `main` does, and what follows when a process ends; the exit code."""
     ends = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "at_exit", ends.append)
+        for module in (command, check):
+            patch.setattr(module, "at_exit", ends.append)
         patch.setattr(sys, "argv", sys.argv)
         patch.setattr(sys, "path", list(sys.path))
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])

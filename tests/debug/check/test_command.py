@@ -1,0 +1,196 @@
+"""``apex check`` as a command: exit codes, JSON, options, and what is printed."""
+
+import os
+import re
+
+import pytest
+import torch
+
+from apex.debug.check import scales, schedules
+from tests import forked
+from tests.debug.check.planted import HEAD, PLANTED
+
+CLIPS = PLANTED["clip_grad_norm"].program()
+LINE = PLANTED["clip_grad_norm"].line()
+CLIP = "nn.utils.clip_grad_norm_(net.parameters(), 1.0)"
+HEALTHY = PLANTED["clip_grad_norm"].program(twin=True)
+FIELDS = {
+    "version", "status", "exit", "steps", "found", "not_reached", "ignored", "failed_rules",
+}  # fmt: skip
+FINDING = {
+    "kind", "file", "line", "function", "text", "sentence", "fix", "first", "first_step", "worst",
+    "worst_step", "count", "steps", "ranks", "measured",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "status", "own"),
+    [
+        (HEALTHY, 0, "nothing found", 0),
+        (HEALTHY + "raise SystemExit(7)\n", 7, "failed", 7),
+        (HEALTHY + "raise SystemExit(4)\n", 4, "failed", 4),
+        (HEALTHY + "raise OSError('lost')\n", 1, "failed", 1),
+        ("print('nothing')\n", 4, "no step", 0),
+        ("raise SystemExit(7)\n", 7, "failed", 7),
+        (CLIPS, 3, "found", 0),
+        (CLIPS + "raise SystemExit(7)\n", 3, "found", 7),
+    ],
+)
+def test_exit_codes(check, text, code, status, own):
+    found = check(text)
+    assert (check.code, found["status"], found["exit"]) == (code, status, own)
+    assert found.keys() == FIELDS
+    assert found["version"] == 1
+    assert found["steps"] == (8 if "net" in text else 0)
+    assert ("OSError: lost" in check.err) == ("OSError" in text)
+    last = check.err.splitlines()[-1]
+    assert last.startswith("apex check: ")
+    assert last.endswith(" (checkpoint, resume, schedule: not reached)")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing.py"], "missing.py: no such file"),
+        (["--steps", "0", "script.py"], "--steps 0: must be 1 or more"),
+        (["--ignore", "clip-before-unscal", "script.py"], "did you mean 'clip-before-unscale'?"),
+    ],
+)
+def test_usage(check, words, message):
+    check.write(HEALTHY)
+    assert check.main(*words) is None
+    assert check.code == 2
+    assert message in check.err
+    assert len(check.err.splitlines()) == 1
+
+
+def test_what_is_printed_and_what_the_json_has(check):
+    found = check(CLIPS + "note = 'printed'\n", "--steps", "5")
+    (one,) = found["found"]
+    assert one.keys() == FINDING
+    assert (one["function"], one["text"]) == ("<module>", CLIP)
+    assert (one["first_step"], one["count"], one["steps"]) == (1, 5, 5)
+    assert one["file"] == str(check.folder / "script.py")
+    script = re.escape(str(check.folder / "script.py"))
+    assert re.fullmatch(
+        f"apex check: 1 precision mistake in 8 steps of {script}\n"
+        rf"1  clip-before-unscale  script.py:{LINE} in <module>: {re.escape(CLIP)}\n"
+        "   clips gradients that are still multiplied by the loss scale\n"
+        r"   measured: step 1: the norm was .+ \(5 of 5 steps\)\n"
+        r"   fix:      scaler.unscale_\(optimizer\)\n"
+        "             before this line\n"
+        "apex check: exit 3; the script ended with 0 "
+        r"\(checkpoint, resume, schedule: not reached\)\n",
+        check.err,
+    )
+
+
+@pytest.mark.parametrize(
+    ("comment", "options", "ignored"),
+    [
+        ("", ["--ignore", "clip-before-unscale"], 1),
+        ("  # apex: ignore clip-before-unscale", [], 1),
+        ("  # apex: ignore scaled-step, clip-before-unscale", [], 1),
+        ("  # apex: ignore scaled-step", ["--ignore", "update-lost"], 0),
+    ],
+)
+def test_a_mistake_can_be_ignored(check, comment, options, ignored):
+    text = CLIPS.replace(CLIP, CLIP + comment) + f"note = {comment!r}\n"
+    found = check(text, *options)
+    assert (found["ignored"], len(found["found"]), check.code) == (
+        (1, 0, 0) if ignored else (0, 1, 3)
+    )
+    assert ("1 ignored)" in check.err) == bool(ignored)
+
+
+def test_a_module_and_its_arguments(check):
+    package = check.folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(
+        "import sys\nprint(sys.argv[1:], __name__)\n" + CLIPS.strip("\n") + "\n"
+    )
+    found = check.main("-m", "package.train", "--lr", "3")
+    (one,) = found["found"]
+    assert (one["kind"], one["file"]) == ("clip-before-unscale", str(package / "train.py"))
+    assert check.out.startswith("['--lr', '3'] __main__\n")
+
+
+SAVES = """
+try:
+    {train}
+except Exception:
+    print("caught")
+finally:
+    print("finally")
+torch.save([opt.state_dict(), scaler.state_dict()], io.BytesIO())
+"""
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_stop_ends_the_script_after_the_measured_steps(check, stops):
+    head, body = HEAD, CLIPS.removeprefix(HEAD).partition("\nfor one in net")[0]
+    train = "\n    ".join(line for line in body.splitlines() if line)
+    text = head + SAVES.format(train=train) + "print('end')\n"
+    found = check(text, "--steps", "3", *["--stop"] * stops)
+    assert check.code == 3
+    assert check.out == ("finally\n" if stops else "finally\nend\n")
+    assert (found["steps"], found["exit"]) == ((3, None) if stops else (8, 0))
+    assert ("checkpoint" in found["not_reached"]) == stops
+    assert ("the script was stopped" in check.err) == stops
+    (one,) = found["found"]
+    assert (one["count"], one["steps"]) == (3, 3)
+
+
+def test_a_rule_that_raises_is_dropped_and_named(check, monkeypatch):
+    def steps(self, scaler, optimizer):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(scales.Scaled, "scaler_steps", steps)
+    _, output = check.plainly(CLIPS)
+    found = check(CLIPS)
+    assert found["failed_rules"] == ["Scaled: ZeroDivisionError: a defect"]
+    assert [one["kind"] for one in found["found"]] == ["clip-before-unscale"]
+    assert check.out == output
+    assert "a rule of apex failed, please report it: Scaled: ZeroDivision" in check.err
+
+
+def test_what_was_reached(check):
+    found = check(PLANTED["scaler_not_loaded"].program(twin=True))
+    assert (found["not_reached"], check.code) == ([], 0)
+    assert check.err.endswith(f"in 15 steps of {check.folder / 'script.py'}\n")
+
+
+def test_nothing_of_a_check_stays_in_torch(check):
+    def names():
+        places = (
+            (torch.nn.utils, "clip_grad_norm_"), (torch.autograd, "backward"), (torch, "save"),
+            (torch, "load"), (torch.amp.GradScaler, "step"), (torch.optim.Optimizer, "__init__"),
+            (torch.amp.autocast_mode.autocast, "__enter__"), (torch.nn.Module, "half"),
+            (torch.optim.lr_scheduler.ExponentialLR, "step"),
+        )  # fmt: skip
+        return [getattr(owner, name) for owner, name in places]
+
+    before = names()
+    check(CLIPS)
+    assert names() == before
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert schedules.LRScheduler is torch.optim.lr_scheduler.LRScheduler
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_are_told_once(tmp_path):
+    """Rank 1 alone makes the mistake; rank 0 tells it."""
+    text = CLIPS.replace(CLIP, f'os.environ["RANK"] == "1" and {CLIP}')
+    (tmp_path / "script.py").write_text("import os\n" + text.replace("print(", "str("))
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "apex"]
+    words += ["check", "--json", "found.json", "script.py"]
+    [(code, _, errors)] = forked.run(
+        words, folder=tmp_path, environment=dict(os.environ), seconds=300
+    )
+    assert code == 1  # torchrun's, of any error
+    assert errors.count("clip-before-unscale") == 1
+    assert f"script.py:{LINE + 1} in <module>: os.environ" in errors
+    assert "(rank 1)" in errors
+    assert errors.count("apex check: exit 3; the script ended with 0") == 1

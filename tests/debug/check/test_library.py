@@ -1,0 +1,81 @@
+"""``apex.debug.check``: findings of a block in a program."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from apex import debug
+
+
+def made():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model, optimizer, *, clips, steps=4):
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for _ in range(steps):
+        x = torch.randn(16, 8)
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = model(x)
+        scaler.scale(functional.mse_loss(y.float(), x[:, :1])).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def test_the_findings_are_there_at_the_end_of_the_block():
+    model, optimizer = made()
+    with debug.check(model, optimizer, steps=3) as found:
+        train(model, optimizer, clips=True)
+        assert found == []
+    assert [(one.kind, one.count, one.steps) for one in found] == [("clip-before-unscale", 3, 3)]
+    assert (found[0].function, found[0].file) == ("train", __file__)
+    train(model, optimizer, clips=True)
+    assert len(found) == 1
+
+
+def test_what_is_made_in_the_block_is_seen_and_kinds_are_ignored():
+    with debug.check() as found:
+        train(*made(), clips=True)
+    assert [one.kind for one in found] == ["clip-before-unscale"]
+    with debug.check(ignore=["clip-before-unscale"]) as found:
+        train(*made(), clips=True)
+    assert found == []
+
+
+def test_a_healthy_training_keeps_its_bits():
+    plain, seen = made(), made()
+    torch.manual_seed(1)
+    train(*plain, clips=False)
+    torch.manual_seed(1)
+    with debug.check(*seen) as found:
+        train(*seen, clips=False)
+    assert found == []
+    assert torch.equal(plain[0].weight, seen[0].weight)
+
+
+def test_findings_are_there_after_an_error():
+    model, optimizer = made()
+    block = debug.check(model, optimizer)
+    found = block.__enter__()
+    train(model, optimizer, clips=True)
+    assert not block.__exit__(KeyError, KeyError(), None)  # it goes on
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "error", "message"),
+    [
+        ((), {"steps": 0}, ValueError, "steps was 0, below 1"),
+        ((), {"ignore": ["sums"]}, ValueError, "there is no kind 'sums'"),
+        ((nn.Linear(1, 1),), {}, TypeError, "pass the optimizer that was made before the block"),
+    ],
+)
+def test_what_is_refused(words, options, error, message):
+    with pytest.raises(error, match=message), debug.check(*words, **options):
+        pass
