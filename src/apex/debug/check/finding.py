@@ -47,7 +47,7 @@ def here() -> Place:
             library = frame
         frame = frame.f_back
     frame = frame or library
-    return _place(frame.f_code, frame.f_lineno, frame.f_lasti)
+    return _place(frame.f_code.co_filename, frame.f_code, frame.f_lineno, frame.f_lasti)
 
 
 def caller() -> int:
@@ -59,15 +59,15 @@ def caller() -> int:
 
 
 @cache
-def _place(code: Any, line: int, instruction: int) -> Place:
-    last = line
+def _place(file: str, code: Any, line: int, instruction: int) -> Place:
+    last = line  # codes of two files may be equal: the file is an argument for the cache
     if hasattr(code, "co_positions"):  # Python 3.11: where a statement of several lines ends
         ends = [end for i, (_, end, *_) in enumerate(code.co_positions()) if i == instruction // 2]
         last = max([line, *filter(None, ends)])
-    lines = [linecache.getline(code.co_filename, number) for number in range(line, last + 1)]
+    lines = [linecache.getline(file, number) for number in range(line, last + 1)]
     named = " ".join(found for text in lines for found in _IGNORE.findall(text))
     ignored = tuple(re.split(r"[\s,]+", named))
-    return Place(code.co_filename, line, code.co_name, lines[0].strip(), ignored)
+    return Place(file, line, code.co_name, lines[0].strip(), ignored)
 
 
 @cache

@@ -7,6 +7,7 @@ only. A rule that raises is dropped, and named at the end: the program goes on.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import weakref
@@ -409,7 +410,7 @@ class CheckRun:
     def _cast(self, inner: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with self.facts.quietly():
             result = inner(module, *args, **kwargs)
-        if any(map(is_low, module.parameters())):
+        if any(map(is_low, itertools.chain(module.parameters(), module.buffers()))):
             self.facts.casts.append((weakref.ref(module), here()))
         return result
 

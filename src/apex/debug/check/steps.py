@@ -41,7 +41,7 @@ class NotFinite(CheckRule):
         facts, low = self.facts, [one for one in params if is_low(one)]
         self._finite = [one for one in low if _finite(one)]
         checked = facts.inside is optimizer or hasattr(optimizer, "_amp_stash")
-        explained = facts.has("overflow-in-16-bits", "update-not-finite")
+        explained = facts.has("overflow-in-16-bits", "update-not-finite", "scaled-step")
         if checked or explained or not self._sees_float16:
             return
         bad = sum(int((~torch.isfinite(p.grad)).sum()) for p in params if p.grad is not None)
