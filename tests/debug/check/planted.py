@@ -202,6 +202,12 @@ PLANTED["scaled_step"] = Planted(
     {"opt.step() #!": "scaler.step(opt)\n    scaler.update()"},
     "step 1: gradients are 256 times too large in 4 of 4 parameters",
 )
+PLANTED["scaled_step_that_explodes"] = Planted(
+    "scaled-step",
+    scaled(step="opt.step() #!"),
+    {"opt.step() #!": "scaler.step(opt)\n    scaler.update()"},
+    "step 1: gradients are 256 times too large in 4 of 4 parameters",
+)
 PLANTED["unscale_amid_accumulation"] = Planted(
     "added-after-unscale",
     scaled(
@@ -682,7 +688,7 @@ PLANTED["counter"] = Planted(
 PLANTED["statistics"] = Planted(
     "batchnorm-in-16-bits",
     """
-net = nn.Sequential(nn.BatchNorm1d(8).requires_grad_(False), nn.Linear(8, 1))
+net = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 1))
 net[0].half() #!
 opt = torch.optim.SGD(net.parameters(), lr=1e-3)
 for step in range(6):

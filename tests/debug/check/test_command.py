@@ -65,7 +65,7 @@ def test_usage(check, words, message):
 
 
 def test_what_is_printed_and_what_the_json_has(check):
-    found = check(CLIPS + "note = 'printed'\n", "--steps", "5")
+    found = check(CLIPS, "--steps", "5")
     (one,) = found["found"]
     assert one.keys() == FINDING
     assert (one["function"], one["text"]) == ("<module>", CLIP)
@@ -95,8 +95,7 @@ def test_what_is_printed_and_what_the_json_has(check):
     ],
 )
 def test_a_mistake_can_be_ignored(check, comment, options, ignored):
-    text = CLIPS.replace(CLIP, CLIP + comment) + f"note = {comment!r}\n"
-    found = check(text, *options)
+    found = check(CLIPS.replace(CLIP, CLIP + comment), *options)
     assert (found["ignored"], len(found["found"]), check.code) == (
         (1, 0, 0) if ignored else (0, 1, 3)
     )
