@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(
 CLIENTS = runner.clients()
 
 
-PAGE = (runner.ROOT / "docs" / "versions.md").read_text(encoding="utf-8").partition("`./dev clients` ran")[2]
+VERSIONS = runner.ROOT / "docs" / "versions.md"
+PAGE = VERSIONS.read_text(encoding="utf-8").partition("`./dev clients` ran")[2]
 TABLE = dict(re.findall(r"^\| (.+?\)) \| .+ \| (\d+) \|$", PAGE, re.MULTILINE))
 
 
@@ -27,7 +28,7 @@ def test_client(client, request):
         pytest.skip(f"its environment is not set up: ./dev clients --set-up {client.name}")
     result = runner.run(client, request.getfixturevalue("wheel"))
     assert result.passed, result.output
-    assert str(result.checks) == TABLE[client.versions[0]], "docs/versions.md has another number of checks"
+    assert str(result.checks) == TABLE[client.versions[0]], f"{VERSIONS} has another number"
 
 
 def test_the_page_has_the_versions_and_dates_that_are_pinned():
