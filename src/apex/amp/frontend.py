@@ -132,7 +132,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         enabled: ``False`` makes every other call of amp a pass-through for these models and
             optimizers. Those that went through ``initialize`` before are plain torch again, as
             after :func:`reset`; to others nothing is done.
-        opt_level: ``"O0"`` to ``"O5"``; each sets the six options below.
+        opt_level: ``"O0"`` to ``"O5"``; each sets the six options below. Begin with ``"O4"``
+            where bfloat16 is fast (NVIDIA from Ampere on), and else with ``"O1"``.
         cast_model_type: dtype to cast weights and inputs to; ``False`` for no cast.
         patch_torch_functions: Whether to cast functions by list (O1, O4 only).
         keep_batchnorm_fp32: Whether batchnorm stays float32 where the model is cast.
