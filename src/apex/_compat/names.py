@@ -169,6 +169,8 @@ NAMES = (
     Name("torch.nn.modules.module._global_forward_hooks", _DEBUG, _NO_LINES, features=_SCRIPTS),
     Name("torch.optim.optimizer._global_optimizer_pre_hooks", "see whether steps have hooks",
          "gradients are unscaled before each step, as for hooks: slower", ("perhaps one",)),
+    Name("torch.optim.optimizer._global_optimizer_post_hooks", "see whether steps have hooks",
+         "each step is watched, as with hooks: slower", ("perhaps one",)),
     Name("torch.utils.data.dataloader._BaseDataLoaderIter", _DEBUG, _NO_LINES, features=_SCRIPTS),
     Name("torch.UntypedStorage._expired", _CAPTURE,
          "it calls StorageWeakRef.expired: slower", instead.ABSENT),

@@ -41,6 +41,7 @@ from apex._program import stacklevel
 from apex.amp.gradients import distributed
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
+from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
@@ -475,16 +476,23 @@ class Ledger:
         if self.training.properties.loss_scale != 1.0 and any_grad(self.params.targets):
             self._warn(_SCALED)
 
-    def after_step(self, *, is_taken: bool, is_written: bool = False) -> None:
+    def after_step(
+        self, *, is_taken: bool, is_written: bool = False, inside: InsideStep | None = None
+    ) -> None:
         """Write the masters to the model, unless the step was skipped or has done so itself.
 
-        Free their gradients in any case: ``model.zero_grad()`` cannot reach them.
+        ``inside`` has watched code of the program in it. Free the masters' gradients in any case:
+        ``model.zero_grad()`` cannot reach them.
         """
         params = self.params
         self.is_unreduced = False
         self.is_captured = None
         self.has_stepped, self.steps = True, self.steps + 1
-        if is_written:
+        if inside is not None:
+            inside.finish()
+            if params.drop_cleared():
+                self._warn(_EDITED)
+        elif is_written:
             params.record()
         elif is_taken and params.weights:
             params.write()
