@@ -267,7 +267,8 @@ ATTRIBUTES = (
     # -- optimizers and scalers --------------------------------------------------------------------
     Attributes("torch.optim.Optimizer", "_optimizer_step_pre_hooks", "call its hooks",
                ("amp.initialize", "amp.capture", "apex.debug")),
-    Attributes("torch.optim.Optimizer", "_optimizer_step_post_hooks", _CAPTURE, ("amp.capture",)),
+    Attributes("torch.optim.Optimizer", "_optimizer_step_post_hooks", "call its hooks",
+               ("amp.initialize", "amp.capture")),
     Attributes("torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
                _CAPTURE, ("amp.capture",)),
     Attributes("torch.optim.lr_scheduler.LRScheduler", "_initial_step _last_lr",

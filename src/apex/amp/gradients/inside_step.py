@@ -38,7 +38,8 @@ def is_closed(wrappers: Sequence[Any], step: Any) -> bool:
 
     ``wrappers``: the optimizer, and those inside of it. ``step``: its own, before amp replaced it.
     """
-    wrapped = step.__wrapped__ if getattr(step, "_wrapped_by_lr_sched", False) else step
+    by_scheduler = getattr(step, "__globals__", None) is vars(torch.optim.lr_scheduler)
+    wrapped = step.__wrapped__ if by_scheduler else step
     if getattr(wrapped, "__func__", wrapped) is not getattr(type(wrappers[0]), "step", None):
         return False  # wrapped by the program
     own = [type(one).__module__.startswith(("torch.optim.", "apex.")) for one in wrappers]
