@@ -17,10 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from apex._compat import private
-from apex.amp.gradients.masters import Master
-from apex.amp.gradients.parameters import Pairs
+from apex.amp.gradients.parameters import Pairs, Row
 
-_Row = tuple[torch.Tensor, torch.Tensor, Master]  # a weight, its master's tensor, the master
 _DATA: Any = torch.Tensor.data
 # What gives the program memory that it may write to later, without a trace.
 _HAND_OUT = {"data_ptr", "numpy", "__array__", "__dlpack__", "untyped_storage", "storage"}
@@ -53,7 +51,7 @@ class InsideStep(TorchFunctionMode):
         super().__init__()
         self._is_paused = False
         self._pairs = pairs
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         for row in pairs.rows:
             self._rows[id(row[0])] = self._rows[id(row[1])] = row
         # By id of a weight: which one of weight and master was used last and may have changed.

@@ -284,8 +284,10 @@ class Ledger:
     def forget_cleared_passes(self) -> None:
         """Forget an overflow whose gradients the program has cleared itself."""
         params = self.params
+        if self.fused is not None:
+            self.fused.give_zeros()
         params.drop_cleared()
-        is_cleared = not (params.has_grads() or any_grad(params.plain))
+        is_cleared = params.are_cleared() and not any_grad(params.plain)
         if is_cleared and distributed.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
@@ -354,8 +356,10 @@ class Ledger:
             return False
         if training.shared and any([one.stash for one in training.co_owners([self])]):
             return False
+        if self.fused is not None:
+            self.fused.give_zeros()
         params.drop_cleared()
-        if any_grad(params.targets) or any_grad(params.tensors):
+        if any_grad(params.plain) or not params.are_cleared():
             return False
         self.left = Left()
         return True
@@ -367,6 +371,8 @@ class Ledger:
 
     def _stash_gradients(self) -> None:
         params, records = self.params, self.params.records
+        if self.fused is not None:
+            self.fused.give_zeros()
         edited, new = params.take_off() if params.weights else (False, [])
         if edited:
             self._warn(_EDITED)
@@ -422,6 +428,7 @@ class Ledger:
             params.clear_before_next_forward()
         if self.stash:
             self.stash.add(params.for_stepped(self.stash))
+            params.keep_untouched(self.stash)
             if shared:
                 params.wait(shared, self.stash)
             self.stash = Stash()
@@ -459,6 +466,8 @@ class Ledger:
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
         shared = self.training.shared
+        if self.fused is not None and self.scaled is None:
+            self.fused.give_zeros()
         for ledger in self.with_co_owners() if shared else (self,):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
@@ -508,6 +517,8 @@ class Ledger:
         if self.left.passes:
             self.left = Left()
         self.is_unreduced = False
+        if self.fused is not None:
+            self.fused.give_zeros()
         if self.params.weights:
             self.params.zero_grad(set_to_none=set_to_none)
 

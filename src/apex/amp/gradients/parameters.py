@@ -51,6 +51,7 @@ from apex.ops.lists import unscale
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
+Row = tuple[torch.Tensor, torch.Tensor, Master]  # a weight, its master's tensor, the master
 
 _VERSION = operator.attrgetter("_version")
 _GRAD = operator.attrgetter("grad")
@@ -168,6 +169,7 @@ class Pairs:
         self._seen: tuple[Any, ...] = ()  # versions and addresses that the masters have recorded
         self._number = -1  # of the last record then
         self._kept = KeptGradients()
+        self._zeros: dict[int, tuple[torch.Tensor, int]] = {}  # by id of a weight, and versions
 
     def without(self, done: set[int]) -> Pairs:
         """Those whose weight's id is not in ``done``."""
@@ -348,6 +350,7 @@ class Pairs:
         Returns what :meth:`drop_cleared` does, and those that no master has taken yet.
         """
         edited = self.drop_cleared()
+        self._zeros.clear()
         rows = [row for row in self.rows if row[0].grad is not None]
         new = [(weight, weight.grad) for weight, _, master in rows if master.taken is None]
         for weight, _, _ in rows:
@@ -382,9 +385,36 @@ class Pairs:
             return edited
         if edited or not zeros or len(written) < len(left) or any_nonzero(written):
             return True
-        for weight, tensor, master in left:
-            weight.grad = tensor.grad = master.taken = None
+        self._leave_zeros(left)
         return False
+
+    def _leave_zeros(self, rows: Sequence[Row]) -> None:
+        """Leave zeros on weights for the next step: momentum and decay move the weights then."""
+        for weight, tensor, master in rows:
+            grad = weight.grad
+            assert grad is not None
+            self._zeros[id(weight)] = grad, grad._version
+            tensor.grad = master.taken = None
+
+    def are_cleared(self) -> bool:
+        """Whether neither weights nor masters have gradients, but for zeros in place of others."""
+        if any_grad(self.tensors):
+            return False
+        for weight in self.weights:
+            grad, zeros = weight.grad, self._zeros.get(id(weight))
+            if grad is not None and (
+                zeros is None or zeros[0] is not grad or zeros[1] != grad._version
+            ):
+                return False
+        return True
+
+    def keep_untouched(self, stash: Values) -> None:
+        """Leave gradients of before a block on weights that it has not reached, as torch does."""
+        for weight, _, master in self.rows:
+            grad = stash.get(weight)
+            if grad is not None and weight.grad is None:
+                weight.grad = master.taken = grad
+                master.taken_version = grad._version
 
     def take_new(self, owners: Owners) -> bool:
         """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
@@ -420,11 +450,6 @@ class Pairs:
             if weight in weights:
                 master.waiting = set(owners.get(id(tensor), ()))
 
-    def has_grads(self) -> bool:
-        """Whether a master has a gradient, or a weight one that its master has not taken."""
-        new = [w.grad is not None and m.taken is None for w, _, m in self.rows]
-        return any(new) or any_grad(self.tensors)
-
     def match_requires_grad(self) -> None:
         """Let masters require gradients where their weights do."""
         for weight, tensor in zip(self.weights, self.tensors, strict=True):
@@ -434,12 +459,23 @@ class Pairs:
     def clear_taken(self) -> None:
         """Clear the weights' gradients that masters have taken, edited ones too."""
         self.drop_cleared()
-        for weight, _, master in self.rows:
-            if master.taken is not None:
-                weight.grad = master.taken = None
+        rows = [row for row in self.rows if row[2].taken is not None]
+        grads = [
+            grad
+            for weight, _, master in rows
+            if (grad := weight.grad) is master.taken
+            and grad is not None
+            and grad._version != master.taken_version
+        ]
+        if grads and len(grads) == len(rows) and not any_nonzero([stored_values(g) for g in grads]):
+            self._leave_zeros(rows)
+            return
+        for weight, _, master in rows:
+            weight.grad = master.taken = None
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear all gradients, but with ``set_to_none=False`` zero those on weights."""
+        self._zeros.clear()
         for master in self.masters:
             master.taken = None
         if set_to_none:
