@@ -139,7 +139,7 @@ class Reference:
         for name, grad in scaled:
             self.keep(name, grad / this.value, [name])
         for name in {*this.names} & {*self.bare}:
-            self.keep(name, self.bare.pop(name))
+            self.keep(name, self.bare.pop(name), [name])  # on the weight again, if not reached
         if not isinstance(this.scale, Static):
             this.bad = not all(grad.isfinite().all() for _, grad in scaled)
             this.scale.finish_pass(this.bad)
