@@ -1,9 +1,13 @@
 """DistributedFusedAdam(overlap_param_sync=True) on two ranks over gloo: who reads new values."""
 
 import functools
+import gc
+import weakref
 
 import pytest
+import torch
 
+from apex.contrib.optimizers._sharded_parameters import _in_compiled_module
 from tests.contrib import overlapped_programs as programs
 from tests.contrib.overlapped_readers import RIGHT, SAID, SLOW
 from tests.ranks import Ranks, processes
@@ -92,3 +96,18 @@ def test_killed_and_restarted(tmp_path):
         assert ranks.run(functools.partial(programs.saved_and_killed, tmp_path)) == [True] * 2
     with Ranks(tmp_path / "second") as ranks:
         assert ranks.run(functools.partial(programs.restarted, tmp_path)) == [True] * 2
+
+
+def test_looking_for_a_compiled_module_keeps_no_frame():
+    """A cycle of frames would keep the locals of all callers alive."""
+
+    def looked():
+        local = torch.nn.Linear(1, 1)
+        assert not _in_compiled_module()
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        assert looked()() is None
+    finally:
+        gc.enable()

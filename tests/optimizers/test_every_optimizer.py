@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import gc
 import importlib
 import inspect
 import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -644,6 +646,50 @@ def test_what_a_program_keeps_beside_the_state_is_its_own(make):
     assert optimizer.state["epoch"] == 5
     assert all(optimizer.state[param]["average"].eq(1).all() for param in params)
     train(optimizer, params, range(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (n, k)
+        for n in EVERY
+        for k in ("momentum", "eps")
+        if k not in EVERY[n](parameters()).defaults
+    ],
+)
+def test_a_key_of_the_programs_own_is_saved_and_loaded(name, key):
+    """Options that several optimizers share: a state is not another optimizer's for that."""
+    make, saved, loaded = EVERY[name], parameters(shapes=SMALL), parameters(shapes=SMALL)
+    optimizer, other = make([{"params": saved, key: 0.9}]), make([{"params": loaded, key: 0.5}])
+    train(optimizer, saved, range(2))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0][key] == 0.9
+
+
+def test_a_state_with_another_optimizers_slots_is_refused_with_a_key_of_the_programs_own():
+    params = parameters(shapes=SMALL)
+    adam = FusedAdam(params)
+    train(adam, params, range(1))
+    with pytest.raises(ValueError, match="the saved groups have eps"):
+        EVERY["FusedLion"]([{"params": params, "eps": 0.5}]).load_state_dict(adam.state_dict())
+
+
+@every
+def test_what_makes_an_optimizer_is_freed(make):
+    """Its locals, too, without the garbage collector: a sweep makes one model after the other."""
+
+    def swept():
+        others, params = torch.nn.Linear(1, 1), parameters(shapes=SMALL)
+        optimizer = make(params)
+        train(optimizer, params, range(1))
+        return [weakref.ref(x) for x in (others, params[0], optimizer)]
+
+    swept()  # torch's first optimizer of a process makes cycles
+    gc.disable()
+    try:
+        assert [ref() for ref in swept()] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_is_no_state_is_refused():

@@ -124,16 +124,6 @@ def check_loaded(optimizer: Any, loaded: StateDict, groups: Sequence[Mapping[str
         loaded: The state dict, converted.
         groups: As they were saved, with no numbers added.
     """
-    # Adam's state and groups contain all that Lion keeps; "eps" tells them apart.
-    strange = {"eps", "momentum"} & {key for group in groups for key in group} - {
-        *optimizer.defaults
-    }
-    if strange and loaded["state"]:
-        raise ValueError(
-            f"{optimizer._name}: the saved groups have {strange.pop()}, and this optimizer keeps "
-            f"{', '.join(optimizer.defaults)}. Load the state into the kind of optimizer that "
-            "saved it."
-        )
     # A program may keep tensors of its own beside the slots, such as an average of the weights.
     # Where slots or numbers are missing, what looks like that is a slot of another optimizer.
     kept = [optimizer._slots_of(group) for group in optimizer.param_groups for _ in group["params"]]
@@ -142,6 +132,20 @@ def check_loaded(optimizer: Any, loaded: StateDict, groups: Sequence[Mapping[str
     is_ours = all(numbers <= group.keys() for group in groups) and any(
         isinstance(state, Mapping) and {*slots} <= _slots_in(state) for (*_, state), slots in saved
     )
+    # Adam's state and groups contain all that Lion keeps; "eps" tells them apart. It is a key of
+    # the program if a group has it here too and the state has no slot of another optimizer.
+    strange = {"eps", "momentum"} & {key for group in groups for key in group}
+    strange -= optimizer.defaults.keys()
+    foreign_slots = eight_bit.CODES.keys() - {*optimizer.slots}
+    entries = {key for (*_, state), _ in saved for key in _slots_in(state)}
+    if is_ours and foreign_slots.isdisjoint(entries):
+        strange -= {key for group in optimizer.param_groups for key in group}
+    if strange and loaded["state"]:
+        raise ValueError(
+            f"{optimizer._name}: the saved groups have {strange.pop()}, and this optimizer keeps "
+            f"{', '.join(optimizer.defaults)}. Load the state into the kind of optimizer that "
+            "saved it."
+        )
     shapes = {slot: optimizer.slot_shapes.get(slot, _SHAPE) for slot in optimizer.slots}
     of_codes = {eight_bit.absmax_of(slot): eight_bit.absmax_like for slot in shapes}
     known = {*shapes, *of_codes, *map(eight_bit.codes_of, shapes), *optimizer._more_state}

@@ -32,8 +32,11 @@ class Partition(NamedTuple):
 def partition() -> Partition | None:
     """The ranks that a ``ZeroRedundancyOptimizer`` is making an optimizer for, if one is."""
     module = sys.modules.get(_MODULE)
-    frame: FrameType | None = sys._getframe()
-    while module is not None and frame is not None:
+    if module is None:
+        return None
+    # The caller's: a frame that is in a local of its own keeps the locals of all callers alive.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if frame.f_globals is vars(module) and frame.f_code.co_name == _MAKES:
             maker = frame.f_locals["self"]
             return Partition(maker.join_process_group, maker.join_device)

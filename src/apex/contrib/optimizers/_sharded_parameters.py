@@ -195,7 +195,7 @@ def _is_transformed() -> bool:
 
 def _in_compiled_module() -> bool:
     """Whether a compiled module is being called, whose parameters have been waited for."""
-    frame: Any = sys._getframe()
+    frame: Any = sys._getframe(1)  # its own would be kept alive by its locals
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module) and (
