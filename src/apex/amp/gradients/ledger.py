@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import enum
 import warnings
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -227,6 +228,7 @@ class Ledger:
         in_graphs: Gradients that were put aside in captures: the graphs read and write them.
         began: How many times a block was opened or gradients were cleared.
         steps: How many steps were taken or skipped, as far as the host has made them.
+        stepped_in: The thread that made the last one.
         scaled_elsewhere: Weights with the gradients that a block without this optimizer has
             written, scaled, and the versions of these.
     """
@@ -247,6 +249,7 @@ class Ledger:
     in_graphs: list[torch.Tensor] = field(default_factory=list)
     began: int = 0
     steps: int = 0
+    stepped_in: int = 0
     scaled_elsewhere: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
@@ -484,6 +487,7 @@ class Ledger:
         self.is_unreduced = False
         self.is_captured = None
         self.has_stepped, self.steps = True, self.steps + 1
+        self.stepped_in = threading.get_ident()
         if is_written:
             params.record()
         elif is_taken and params.weights:
