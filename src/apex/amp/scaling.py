@@ -13,6 +13,7 @@ import torch
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
 from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
@@ -163,12 +164,21 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
                 warnings.warn(_OTHER_ROOT, stacklevel=2)
             try:
                 this.end(delayed=self.delayed, check=self.check)
+                _look_at_static(this)
             except BaseException:  # such as out of memory
                 this.abandon(drop=True)
                 raise
         finally:
             self._off.__exit__()
             casting.forget_weights()  # a step makes cached casts stale
+
+
+def _look_at_static(this: Pass) -> None:
+    """Have a static scale that is too large noticed: it skips no step."""
+    if (scale := this.scaler._static) is not None:
+        weights = [w for one in this.ledgers for w in {*one.params.stepped, *one.params.targets}]
+        training = this.ledgers[0].training
+        training.unnoticed.look_at(scale, this.loss, weights, overflow.AsyncCopy)
 
 
 _HAS_GRAPH = (

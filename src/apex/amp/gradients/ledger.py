@@ -31,8 +31,8 @@ this, and the device drops what a taken one would keep.
 from __future__ import annotations
 
 import enum
-import warnings
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

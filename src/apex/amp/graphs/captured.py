@@ -318,7 +318,9 @@ def _stepped() -> Iterator[list[Any]]:
     thread = threading.get_ident()  # the hook and the counts are of all threads
 
     def note(optimizer: Any, *arguments: object) -> None:
-        if threading.get_ident() == thread and not any([one._amp_stash._is_stepping for one in list(managed)]):
+        if threading.get_ident() == thread and not any(
+            [one._amp_stash._is_stepping for one in list(managed)]
+        ):
             found.append(optimizer)  # which amp does not manage
 
     before = {id(one): one._amp_stash.ledger.steps for one in list(managed)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ import torch
 DEPTH = 4  # of functions that call each other
 
 
+Row = tuple[Callable[[Any], Any], Sequence[Any], Sequence[str]]
+
+
 def rows(
     function: Any,
     modules: Iterable[torch.nn.Module],
     is_read: Callable[[torch.Tensor], bool],
     said: str,
-) -> list[tuple[Callable[[Any], Any], Sequence[Any], Sequence[str]]]:
+) -> list[Row]:
     """What to look at before each replay: what reads a value, its keys, and the words for each.
 
     Args:
@@ -33,38 +36,60 @@ def rows(
         is_read: Whether the function reads a tensor, and neither amp nor a module holds it.
         said: The words.
     """
-    found: dict[tuple[int, Any], tuple[Callable[[Any], Any], Any]] = {}
-
-    def look(table: Any, read: Callable[[Any], Any], keys: Iterable[Any]) -> Iterator[Any]:
-        for key in keys:
-            value = read(key)
-            if isinstance(value, torch.Tensor):
-                if is_read(value):
-                    found[id(table), key if isinstance(key, str) else id(key)] = read, key
-            elif value is not None:
-                yield value
-
+    search = _Search(is_read)
     for module in modules:
-        [*look(module, vars(module).get, [*vars(module)])]
+        search.look(vars(module).get, [*vars(module)])
     todo, seen = [(function, 0)], set[int]()
     for one, depth in todo:  # which grows
         own, owner = _unwrapped(one)
-        if own is None or id(own) in seen or depth > DEPTH:
-            continue
-        seen.add(id(own))
-        names = list(_names(own.__code__))
-        values = [*look(own.__globals__, own.__globals__.get, names)]
-        values += look(own, _content, own.__closure__ or ())
-        values += [] if owner is None else [owner]
-        for value in values:
+        if own is not None and id(own) not in seen and depth <= DEPTH:
+            seen.add(id(own))
+            todo += [(other, depth + 1) for other in search.code(own, owner)]
+    return [(read, [key], [said]) for read, key in search.found]
+
+
+class _Search:
+    """Tensors that are read, by what gives them and the key: a name, or a cell of a closure."""
+
+    def __init__(self, is_read: Callable[[torch.Tensor], bool]) -> None:
+        self.is_read = is_read
+        self.found: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def look(self, read: Callable[[Any], Any], keys: Iterable[Any]) -> list[Any]:
+        """Note the tensors among the values of keys; return the others."""
+        others = []
+        for key in keys:
+            value = read(key)
+            if not isinstance(value, torch.Tensor):
+                others.append(value)
+            elif self.is_read(value):
+                self.found.append((read, key))
+        return others
+
+    def code(self, function: FunctionType, owner: Any) -> list[Any]:
+        """Look at what the code of a function names; return the functions that it may call."""
+        names = list(dict.fromkeys(_names(function.__code__)))
+        values = self.look(function.__globals__.get, names)
+        values += self.look(_content, function.__closure__ or ())
+        functions = []
+        for value in [*values, owner]:
             if isinstance(value, (FunctionType, MethodType, functools.partial)):
-                todo.append((value, depth + 1))
+                functions.append(value)
             elif isinstance(value, dict):
-                [*look(value, value.get, names)]
-            elif not isinstance(value, (torch.nn.Module, type)) and hasattr(value, "__dict__"):
-                inner = look(value, vars(value).get, names)
-                todo += [(x, depth + 1) for x in inner if isinstance(x, FunctionType)]
-    return [(read, [key], [said]) for read, key in found.values()]
+                self.look(value.get, names)
+            elif _is_of_the_program(value):
+                inner = self.look(vars(value).get, names)
+                functions += [one for one in inner if isinstance(one, FunctionType)]
+                methods = [getattr(type(value), name, None) for name in names]
+                functions += [MethodType(m, value) for m in methods if isinstance(m, FunctionType)]
+        return functions
+
+
+def _is_of_the_program(value: Any) -> bool:
+    """Whether attributes of an object are looked at."""
+    return hasattr(value, "__dict__") and not isinstance(
+        value, (torch.nn.Module, torch.optim.Optimizer, ModuleType, type)
+    )
 
 
 def _unwrapped(function: Any) -> tuple[FunctionType | None, Any]:

@@ -216,7 +216,8 @@ class Amp(CheckRule):
     """apex.amp: a backward outside of every ``scale_loss`` block, and clipping without effect.
 
     Sees a backward that writes gradients of an optimizer of ``amp.initialize`` while none of its
-    blocks is open, after an operation in float16, and that these are stepped; and torch's clipping
+    blocks is open (:mod:`apex.amp.unnoticed`, whose warning amp gives, says what that is), after an
+    operation in float16, and that these are stepped; and torch's clipping
     of 16-bit weights that have masters. Prints the scale that is missing, or the norm of what is
     stepped. Silent at a scale of 1 and for models without float16.
     """
@@ -231,8 +232,11 @@ class Amp(CheckRule):
 
     def backward_begins(self, roots: list[Any], scales: set[float | None], at: Place) -> None:
         """Note a backward outside of a block."""
+        from apex.amp import unnoticed  # a run without amp does not import it
+
         for optimizer, state in self._managed():
-            if state.ledger.state.name == "UNSCALED" and self.facts.low and scales == {None}:
+            is_outside = unnoticed.is_outside(state.training, state.ledger)
+            if is_outside and self.facts.low and scales == {None}:
                 self._outside[optimizer] = at
 
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
