@@ -10,7 +10,7 @@ from apex import amp
 from apex.optimizers import FusedAdam
 
 KINDS = [torch.optim.AdamW, FusedAdam]
-OUTSIDE, STATIC = "no amp.scale_loss block was entered", "at the static loss scale"
+OUTSIDE, STATIC = "no amp.scale_loss block was entered", "and a static loss scale ("
 
 
 @pytest.fixture(autouse=True)

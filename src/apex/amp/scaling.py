@@ -18,7 +18,7 @@ from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
-from apex.amp.training import is_disabled, moments
+from apex.amp.training import is_disabled, managed, moments
 
 __all__ = ["scale_loss"]
 
@@ -175,10 +175,16 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
 
 def _look_at_static(this: Pass) -> None:
     """Have a static scale that is too large noticed: it skips no step."""
-    if (scale := this.scaler._static) is not None:
+    if (scale := this.scaler._static) is not None and not _is_watched(this):
         weights = [w for one in this.ledgers for w in {*one.params.stepped, *one.params.targets}]
         training = this.ledgers[0].training
         training.unnoticed.look_at(scale, this.loss, weights, overflow.AsyncCopy)
+
+
+def _is_watched(this: Pass) -> bool:
+    """Whether apex.debug watches one of the optimizers, and says more."""
+    watched = [one._amp_stash for one in list(managed) if one._amp_stash.observer is not None]
+    return any([state.ledger in this.ledgers for state in watched])
 
 
 _HAS_GRAPH = (

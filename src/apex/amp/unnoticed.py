@@ -1,7 +1,8 @@
 """Two mistakes that train in silence, each of which one warning names.
 
 A static loss scale skips no step, so one that is too large writes inf into the weights. And a
-program that never enters a ``scale_loss`` block trains float16 gradients that nothing has scaled.
+program with a dynamic scale that never enters a ``scale_loss`` block trains float16 gradients that
+nothing has scaled.
 
 The second is seen from the model's outputs: until the first block of a training, a backward that
 reaches one of them while no block is open puts hooks on two weights of each optimizer, and if
@@ -31,9 +32,9 @@ from apex.ops.lists.tensor_lists import local
 
 EACH, FIRST = 16, 8  # blocks that are looked at: the first ones, later one of so many
 _STATIC = (
-    "amp: gradients are inf or NaN at the static loss scale {scale:g}, the loss is finite, and a "
-    "static scale skips no step: the weights become inf or NaN. Use loss_scale='dynamic', or a "
-    "smaller number (128.0)."
+    "amp: gradients are inf or NaN while the loss is finite, and a static loss scale ({scale:g}) "
+    "skips no step: the weights become inf or NaN. If the scale is too large, use "
+    "loss_scale='dynamic' or a smaller number (128.0); else apex debug finds the operation."
 )
 _OUTSIDE = (
     "amp: gradients of float16 operations are stepped, and no amp.scale_loss block was entered: "
@@ -121,7 +122,7 @@ class Unnoticed:
 
     def watch(self, training: Any, output: Any) -> None:
         """Watch for a backward that reaches what a model has given, before the first block."""
-        if _OUTSIDE in self.has_told or not _scales(training) or self._is_low is False:
+        if _OUTSIDE in self.has_told or not training.is_dynamic() or self._is_low is False:
             return
         if isinstance(output, (tuple, list)):
             tensors = [*output]
@@ -149,8 +150,6 @@ class Unnoticed:
 
     def before_step(self, training: Any, weights: Iterable[torch.Tensor]) -> None:
         """Warn if an optimizer steps gradients that a backward outside of every block has left."""
-        if not self.written:
-            return
         self._remove_hooks()
         written, self.written = self.written, {}
         kept = [one for one in weights if id(one) in written and one.grad is not None]
