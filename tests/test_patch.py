@@ -146,9 +146,7 @@ def test_a_module_of_a_class_that_is_not_listed_goes_by_its_numbers(family):
 def test_a_model_of_which_nothing_was_replaced_warns():
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)
     model = transformers.GPT2LMHeadModel(config)
-    with pytest.warns(
-        UserWarning, match="nothing was replaced in the GPT2LMHeadModel.*norms, MLPs"
-    ):
+    with pytest.warns(UserWarning, match="replaced in the GPT2LMHeadModel.*norms, MLPs"):
         report = apex.patch(model)
     assert report.replaced == {}
     assert all("torch's own layer" in why for why in report.left.values())

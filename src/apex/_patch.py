@@ -3,10 +3,10 @@
 A module is recognised by its class, of transformers' own modelling files, and by what it holds; one
 of a class that is not listed here by its numbers: its forward is compared with ours, on random
 weights. What is a norm or a gated MLP by name or shape, and is not replaced, is listed with the
-reason. A module stays the same object: its class becomes one of :mod:`apex._fused_layers`. So its weights, their
-names, hooks, wrapped layers inside of it (LoRA) and whatever else refers to it stay as they are. A
-copy or a pickle of the model is one of a patched model. The loss is transformers' own attribute,
-``model.loss_function``.
+reason. A module stays the same object: its class becomes one of :mod:`apex._fused_layers`. So its
+weights, their names, hooks, wrapped layers inside of it (LoRA) and whatever else refers to it stay
+as they are. A copy or a pickle of the model is one of a patched model. The loss is transformers'
+own attribute, ``model.loss_function``.
 
 Not here: rotary embeddings, which are global functions of each modelling file; GELU-gated MLPs
 (Gemma, T5), for which there is no operation; losses that a model computes in its forward (T5).
@@ -43,8 +43,8 @@ _MLPS = ("LlamaMLP", "MistralMLP", "MinistralMLP", "Qwen2MLP", "Qwen2MoeMLP", "Q
          "Qwen3MoeMLP", "GemmaMLP", "Gemma2MLP", "Gemma3MLP", "T5DenseGatedActDense",
          "MT5DenseGatedActDense", "UMT5DenseGatedActDense")  # fmt: skip
 _OF_TORCH = (
-    "torch's own layer, which is faster (an eager layer norm of 8192 x 1024: 0.23 ms for our 0.77 on "
-    "an H200)"
+    "torch's own layer, which is faster (an eager layer norm of 8192 x 1024: 0.23 ms for our 0.77 "
+    "on an H200)"
 )
 _NOT_OURS = "its numbers are those of no norm here"
 _SOUGHT = (
@@ -141,8 +141,8 @@ def patch(model: nn.Module) -> Patched:
     if not done.replaced and not is_patched:
         why = f" What was left:\n{done}" if done.left else ""
         warnings.warn(
-            f"apex.patch: nothing was replaced in the {type(model).__name__}. Looked for in modules "
-            f"of transformers: {_SOUGHT}.{why}",
+            f"apex.patch: nothing was replaced in the {type(model).__name__}. Looked for in "
+            f"modules of transformers: {_SOUGHT}.{why}",
             stacklevel=2,
         )
     return done
@@ -209,7 +209,7 @@ def _agrees(module: Any, new: Any) -> bool:
     again._parameters = dict(module._parameters)
     again._modules = dict(module._modules)
     size = 8
-    for name, weight in module._parameters.items():
+    for weight in module._parameters.values():
         if weight is None or weight.dim() != 1:
             return False
         size = weight.numel()
