@@ -14,7 +14,6 @@ Not here: rotary embeddings, which are global functions of each modelling file; 
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -150,15 +149,20 @@ def patch(model: nn.Module) -> Patched:
 
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm by its name, or by its weight and what it adds to a square."""
-    name, weight = type(module).__name__, module._parameters.get("weight")
-    has_eps = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
-    is_one = weight is not None and weight.dim() == 1 and has_eps and not module._modules
-    return name in _NORMS or (not module._modules and "Norm" in name) or is_one
+    name, weight = type(module).__name__, dict(module.named_parameters(recurse=False)).get("weight")
+    is_one = weight is not None and weight.dim() == 1 and _has_eps(module)
+    is_leaf = next(module.children(), None) is None
+    return name in _NORMS or (is_leaf and ("Norm" in name or is_one))
+
+
+def _has_eps(module: nn.Module) -> bool:
+    return hasattr(module, "variance_epsilon") or hasattr(module, "eps")
 
 
 def _is_gated(module: nn.Module) -> bool:
     """Whether a module is a gated MLP by its name or by its parts."""
-    name, parts = type(module).__name__, {*module._modules, *module._parameters}
+    name, parts = type(module).__name__, {name for name, _ in module.named_children()}
+    parts |= {name for name, _ in module.named_parameters(recurse=False)}
     pairs = ({"gate_proj", "up_proj"}, {"wi_0", "wi_1"}, {"w1", "w3"})
     is_mlp = any(pair <= parts for pair in pairs) or "gate_up_proj" in parts
     return name in _MLPS or is_mlp
@@ -201,30 +205,24 @@ def _new_class(module: nn.Module, *, is_norm: bool) -> tuple[type[nn.Module] | N
 def _agrees(module: Any, new: Any) -> bool:
     """Whether a forward gives the same numbers and dtypes as ours, on weights of its own.
 
-    The module is not called: a copy of it has small parts, so that no hook of the program runs.
+    The module is not called: one like it with small parts is, so that no hook of the program runs.
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    again, dtypes = copy.copy(module), (torch.float32, torch.bfloat16)
-    draw = partial(torch.rand, generator=generator, device="cpu")
-    again._parameters = dict(module._parameters)
-    again._modules = dict(module._modules)
-    size = 8
-    for weight in module._parameters.values():
-        if weight is None or weight.dim() != 1:
-            return False
-        size = weight.numel()
-    for name in _PARTS if new is _fused_layers.SwiGLUMLP else ():
-        again._modules[name] = nn.Linear(size, size, bias=False, device="cpu", dtype=torch.float32)
-    if new is not _fused_layers.SwiGLUMLP and not (
-        hasattr(module, "variance_epsilon") or hasattr(module, "eps")
-    ):
+    weights, is_mlp = dict(module.named_parameters(recurse=False)), new is _fused_layers.SwiGLUMLP
+    if any(weight.dim() != 1 for weight in weights.values()) or not (is_mlp or _has_eps(module)):
         return False
-    for dtype in dtypes:
-        x = (draw(4, size, dtype=torch.float32) * 4 - 2).to(dtype)
-        for name in again._parameters:
-            again._parameters[name] = nn.Parameter(draw(size, dtype=torch.float32) + 0.5).to(dtype)
-        for part in [again._modules[name] for name in _PARTS if name in again._modules]:
+    draw = partial(torch.rand, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    size = next((weight.numel() for weight in weights.values()), 8)
+    again = nn.Module()
+    vars(again).update({key: one for key, one in vars(module).items() if key not in vars(again)})
+    for name, part in module.named_children():
+        small = nn.Linear(size, size, bias=False, device="cpu", dtype=torch.float32)
+        setattr(again, name, small if is_mlp and name in _PARTS else part)
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in weights:
+            setattr(again, name, nn.Parameter((draw(size, dtype=torch.float32) + 0.5).to(dtype)))
+        for part in [getattr(again, name) for name in _PARTS if is_mlp]:
             part.to(dtype)
+        x = (draw(4, size, dtype=torch.float32) * 4 - 2).to(dtype)
         try:
             old, now = (kind.forward(again, x) for kind in (type(module), new))
         except Exception:  # noqa: BLE001  # another signature: not ours

@@ -175,8 +175,10 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
 
 def _look_at_static(this: Pass) -> None:
     """Have a static scale that is too large noticed: it skips no step."""
-    if (scale := this.scaler._static) is not None and not _is_watched(this):
-        weights = [w for one in this.ledgers for w in {*one.params.stepped, *one.params.targets}]
+    scale = this.scaler._static
+    if scale is not None and scale != 1.0 and not _is_watched(this):
+        params = [ledger.params for ledger in this.ledgers]
+        weights = [weight for one in params for weight in (*one.stepped, *one.targets)]
         training = this.ledgers[0].training
         training.unnoticed.look_at(scale, this.loss, weights, overflow.AsyncCopy)
 
