@@ -74,25 +74,25 @@ class OptimizerState:
         changed = weakref.WeakMethod(self._find_models_and_owners)
         self.params = params = Parameters(optimizer, use_masters, lambda: changed()())  # type: ignore[misc]
         asked = training.fused_step or not getattr(optimizer, "materialize_master_grads", True)
-        self._is_fused = hasattr(optimizer, "step_scaled")  # one of apex.optimizers
-        fused = FusedGradients(params) if asked and self._is_fused else None
+        self.is_apexs = hasattr(optimizer, "step_scaled")  # of apex.optimizers
+        fused = FusedGradients(params) if asked and self.is_apexs else None
         self.ledger = Ledger(params, training, fused)
         self.overflow = Overflow(
             training.verbosity, training.max_skipped_steps, overflows.counts_of(params.in_groups())
         )
-        self._takes_flag = self._is_fused or bool(getattr(optimizer, _MARK, False))
+        self._takes_flag = self.is_apexs or bool(getattr(optimizer, _MARK, False))
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
-        needs_check = use_masters and not self._is_fused
+        needs_check = use_masters and not self.is_apexs
         self._step_check = StepCheck(optimizer, params) if needs_check else None
         casts_model = training.properties.cast_model_type in HALF_TYPES
         check = ModelCheck(optimizer, params, training, had_views=had_views)
         self._model_check = check if casts_model else None
         self._is_stepping = self._inner_is_skipped = False
         self.observer: Any = None  # a watch of apex.debug
-        params.sync(full)
+        params.compare_groups(full)
         training.add_ledger(self.ledger)
         attributes: dict[str, Any] = {"_amp_stash": self}
-        attributes.update(dict.fromkeys(_OLD_HOOKS, params.sync))
+        attributes.update(dict.fromkeys(_OLD_HOOKS, params.compare_groups))
         if use_masters:
             attributes[_MARK] = True
         methods = {name: getattr(self, name) for name in _PATCHED}
@@ -119,7 +119,7 @@ class OptimizerState:
         if optimizer is None or not self._replaced.is_on:
             return
         self.ledger.unscale_delayed(check=False)
-        self.params.sync()
+        self.params.compare_groups()
         self._replaced.take_off(optimizer)
         self._sharing.take_off([optimizer, *optimizers_inside(optimizer)])
         self.params.restore()
@@ -280,7 +280,7 @@ class OptimizerState:
         is_late = all([flag is not None and overflows.runs_behind(flag.device) for flag in flags])
         if not is_late or self.observer is not None:
             return None
-        if not self._is_fused and captures.may_leave_uninitialized(self._optimizer()):
+        if not self.is_apexs and captures.may_leave_uninitialized(self._optimizer()):
             return None
         noop = self.overflow.defer(passes, is_new=is_new)
         self.ledger.leave(passes)
@@ -297,7 +297,7 @@ class OptimizerState:
 
     def _given(self, scaled: ScaledStep | None, noop: torch.Tensor | None) -> dict[str, Any]:
         """The attributes by which an optimizer takes a flag, for its step."""
-        if not self._is_fused:
+        if not self.is_apexs:
             return {} if noop is None else {"grad_scale": None, "found_inf": noop}
         if scaled is not None:
             return {"_scaled_step": replace(scaled, noop=noop)}
@@ -434,26 +434,26 @@ class OptimizerState:
         """The optimizer's own; 16-bit weights in the new group get masters."""
         checks.check_groups(self._optimizer(), [group], "add_param_group")
         self._replaced.inner["add_param_group"](group)
-        self.params.sync()
+        self.params.compare_groups()
 
     # -- what old programs look at -------------------------------------------------------------
 
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:
         """The 16-bit model weights that have masters."""
-        self.params.sync()
+        self.params.compare_groups()
         return list(self.params.weights)
 
     @property
     def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
         """The masters of :attr:`all_fp16_params`, in the same order."""
-        self.params.sync()
+        self.params.compare_groups()
         return list(self.params.tensors)
 
     @property
     def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
         """The tensors in the groups that are their own masters."""
-        self.params.sync()
+        self.params.compare_groups()
         return list(self.params.plain)
 
 

@@ -139,7 +139,7 @@ class FusedGradients:
         static scale.
         """
         params = self._params
-        params.sync()
+        params.compare_groups()
         self.check()
         is_dynamic = isinstance(self._scale, torch.Tensor)
         if is_dynamic and self.found_inf is None:

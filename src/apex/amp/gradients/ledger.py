@@ -193,9 +193,9 @@ class Pass:
         flags = [ledger.unscale(self.scale, done) for ledger in self.ledgers]
         found = [flag for flag in (*flags, also) if flag is not None]
         if found:
-            self.finish(found[0] if len(found) == 1 else torch.stack(found).amax(), check=check)
+            self.note_flag(found[0] if len(found) == 1 else torch.stack(found).amax(), check=check)
 
-    def finish(self, found_inf: torch.Tensor, *, check: bool = True) -> None:
+    def note_flag(self, found_inf: torch.Tensor, *, check: bool = True) -> None:
         """Note the flag for the step; let the scale back off, if ``check_again`` does not later."""
         self.found_inf, self.counted = found_inf, self.scaler.steps
         training = self.ledgers[0].training
@@ -279,7 +279,7 @@ class Ledger:
     def open(self, *, stash: bool) -> None:
         """Enter a ``scale_loss`` block."""
         self.began, self.scaled_elsewhere = self.began + 1, []
-        self.params.sync()
+        self.params.compare_groups()
         if stash:
             self._stash_gradients()
         self.before, self.state = self.state, State.OPEN
@@ -536,5 +536,5 @@ class Ledger:
         self.params.clear_before_next_forward()
         if found_inf is not None:
             scaled.is_final = True  # the gradients were read just now
-            scaled.finish(distributed.agree_(found_inf, scaled.ledgers))
+            scaled.note_flag(distributed.agree_(found_inf, scaled.ledgers))
         return options

@@ -106,7 +106,7 @@ class Overflow:
         if not passes:
             self.counts.count(True)
             return None
-        # Passes are here because `Pass.finish` put them here with a flag: those of a static scale
+        # Passes are here because `note_flag` put them here with a flag: those of a static scale
         # have none, and are not. So no value is None (the condition is for the type checker): each
         # flag has its scaler's scale behind it. All go to the host in one transfer, which waits for
         # the device: two for each pass would wait as many times.

@@ -571,7 +571,7 @@ class Parameters(Pairs):
         Pairs(new).record()
         self._changed()
 
-    def sync(self, full: Values | None = None) -> None:
+    def compare_groups(self, full: Values | None = None) -> None:
         """Give new 16-bit weights in the groups masters; ``full`` may have their float32 values."""
         now = [param for group in self.groups() for param in group["params"]]  # no more frames
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
@@ -583,7 +583,7 @@ class Parameters(Pairs):
 
         Returns what :meth:`drop_cleared` does.
         """
-        self.sync()
+        self.compare_groups()
         if not self.weights:
             return False
         self.reconcile(compare=compare)
@@ -636,7 +636,7 @@ class Parameters(Pairs):
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside this context, the model's weights in groups and state."""
-        self.sync()
+        self.compare_groups()
         stepped, targets = self.stepped, self.targets
         self.is_swapped = True
         self._swap(dict(zip(map(id, stepped), targets, strict=True)))
