@@ -152,7 +152,7 @@ def norm(
     elif implementation is not UNSURE and _fit(x, weight, bias, shape):
         dtypes = (x.dtype, x.dtype) if memory_efficient else (x.dtype,)
         if implementation is row_norm_pieces and not torch.is_grad_enabled():
-            tensors = operation._dense((x, weight, bias), range(3))
+            tensors = operation._dense((x, weight, bias))
             return row_norm_pieces.forward(*tensors, shape, eps, centered, *dtypes)[0]
         how = (implementation, shape, eps, centered, *dtypes)
         return operation.compute(x, weight, bias, how)
