@@ -83,11 +83,6 @@ def test_launches_over_lists_that_are_left_to_the_jit():
     assert all(found.values()), found
 
 
-def test_a_launch_that_is_made_again_passes_the_same():
-    """By its plan, or by the JIT where there is none; one with tensors among its numbers is not."""
-    assert call(list_planning.made_again) == ([True] * 4, 0)
-
-
 def test_the_benchmark_counts_launches_by_plans_too():
     pytest.importorskip("benchmarks.turns", reason="not in a checkout")
     assert call(list_planning.counted_by_the_benchmark) == [[True, True]] * 3

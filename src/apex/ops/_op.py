@@ -197,7 +197,7 @@ class op:  # lower case, like torch.autocast: used as a function
             _compiler.is_dynamo_compiling()
             or _compiler._is_compiling_flag  # torch.export without Dynamo
             or (_batch_invariance.on and self.by_row is not None)
-            or type(x) not in _runtime.PLAIN
+            or type(x) not in _runtime.TENSOR_TYPES
             or (_autocasts() and _runtime.autocasts(x.device.type))
         ):
             return UNSURE
@@ -287,7 +287,7 @@ class op:  # lower case, like torch.autocast: used as a function
             tensor = args[i]
             if tensor is None:
                 continue
-            if type(tensor) not in _runtime.PLAIN:
+            if type(tensor) not in _runtime.TENSOR_TYPES:
                 return False
             if tensor.dtype not in _runtime.DTYPES and tensor.is_floating_point():
                 return False

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from apex.ops.lists.quantized import quantize
-from apex.ops.lists.storage import join
+from apex.ops.lists.storage import join_bits
 from apex.optimizers._eight_bit import CODES, absmax_of, codes_of, is_code, widened
 from apex.parallel import LARC
 from apex.selftest import tolerance
@@ -174,7 +174,7 @@ def _weight(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
     """The weight with all the bits that are kept of it."""
     state = _state(optimizer, param)
     if "low_bits" in state:
-        return join(param.detach(), state["low_bits"])
+        return join_bits(param.detach(), state["low_bits"])
     if "error" in state:
         return param.detach().double() + state["error"].double()
     return state.get("master_param", param).detach()

@@ -22,7 +22,7 @@ from apex.ops import _runtime
 from apex.ops.lists.flat import flatten
 from apex.ops.lists.multi_tensor import raise_flag, run
 from apex.ops.lists.scale import GIVEN, MAGNITUDE, SCALE, SQUARE, ScaleScalars
-from apex.ops.lists.tensor_lists import Scalar, TensorList, flag_to_set, grouped, joined, scalar_on
+from apex.ops.lists.tensor_lists import Scalar, TensorList, flag_to_set, grouped, merged, scalar_on
 
 
 def square_sums(
@@ -103,7 +103,7 @@ def _each(what: int, column: TensorList, factor: Scalar, flag: torch.Tensor | No
         here = tensors[0].device
         found = _of_one_kind(what, tensors, scalar_on(factor, here), flag, dense=dense)
         parts.append((positions, found.to(device, non_blocking=device.type != "cpu")))
-    return joined(parts)
+    return merged(parts)
 
 
 def _of_one_kind(

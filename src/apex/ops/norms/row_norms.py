@@ -182,7 +182,7 @@ def _fit(x: torch.Tensor, weight: Any, bias: Any, shape: Any) -> bool:
     dtype, device = x.dtype, x.device
     for tensor in (weight, bias):
         if tensor is not None and not (
-            type(tensor) in _runtime.PLAIN
+            type(tensor) in _runtime.TENSOR_TYPES
             and tensor.dtype == dtype
             and tensor.device == device
             and tensor.shape == row
