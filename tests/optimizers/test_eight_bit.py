@@ -27,7 +27,7 @@ from apex.optimizers import (
     FusedMuon,
     FusedNovoGrad,
     FusedSGD,
-    _owners,
+    _muon_shards,
 )
 from apex.optimizers._eight_bit import CODES, is_code, stored, value_of
 from apex.selftest.catalogue.optimizers import OPTIMIZERS
@@ -233,7 +233,7 @@ def test_which_states_are_held(make):
 def test_batches_of_matrices(monkeypatch):
     ends = []
     for limit in (2**20, 1):
-        monkeypatch.setattr(_owners, "most", lambda device, limit=limit: limit)
+        monkeypatch.setattr(_muon_shards, "most", lambda device, limit=limit: limit)
         params = parameters(shapes=SHAPES)
         ends.append(train(FusedMuon(params, state="8bit"), params, range(3), "triton"))
     assert same(*ends)
