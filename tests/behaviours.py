@@ -356,7 +356,7 @@ OPTIMIZERS = [
         plant="Keep the low bits of the former weight.",
         test="tests/optimizers/test_written_weights.py::test_a_written_weight_is_stepped_as_it_was_written"
         "[<lambda>-reference-prune-low_bits]",
-        file="src/apex/optimizers/_step.py",
+        file="src/apex/optimizers/_written.py",
         old="            column.zero_()\n",
         new="            pass\n",
     ),

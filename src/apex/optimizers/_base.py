@@ -48,18 +48,16 @@ from apex.optimizers._step import (
     Given,
     GroupGrads,
     Launch,
-    Written,
     collected,
     count_steps,
     counted,
-    follow_written,
     gradients_of,
     launches_of,
     quantized,
     scalar,
-    versions,
     with_own,
 )
+from apex.optimizers._written import Written, follow_written, versions
 from apex.optimizers._zero import Partition, partition
 
 _IS_UNIFORM = attrgetter("is_uniform")

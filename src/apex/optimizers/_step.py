@@ -40,11 +40,13 @@ from apex.ops.lists.tensor_lists import (
 from apex.ops.updates.adam import DeviceSteps
 from apex.optimizers import _checks
 from apex.optimizers import _eight_bit as eight_bit
+from apex.optimizers._written import extra_key
 
 if TYPE_CHECKING:
     from apex.optimizers._base import FusedOptimizer
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
+_PARAMS, _GRADS = map(attrgetter, ("params", "grads"))
 _MASTERED = methodcaller("__contains__", "master_param")
 _OWN_MEMORY_OR_NONE = OWN_MEMORY | {type(None)}  # a gradient may be missing
 
@@ -84,12 +86,12 @@ class Found(NamedTuple):
 def gradients_of(optimizer: FusedOptimizer, given: Given) -> Found:
     """Find the gradients of an optimizer; those that are ``given`` instead of ``param.grad``."""
     active: list[GroupGrads] = [*map(with_grads, optimizer.param_groups, repeat(given))]
-    every = concatenated([one.params for one in active])
-    gradients: Sequence[Any] = concatenated([one.grads for one in active])
+    every = concatenated([*map(_PARAMS, active)])
+    gradients: Sequence[Any] = concatenated([*map(_GRADS, active)])
     types = {*map(type, chain(every, gradients))}
     if type(None) in types:
         active = [*map(without_missing, active)]
-        gradients = concatenated([one.grads for one in active])
+        gradients = concatenated([*map(_GRADS, active)])
     if given is not None:  # to param.grad torch itself assigns none
         refuse_nested(f"{optimizer._name}: gradient", gradients)
     if types <= _OWN_MEMORY_OR_NONE:
@@ -97,7 +99,7 @@ def gradients_of(optimizer: FusedOptimizer, given: Given) -> Found:
     else:
         name = optimizer._name
         active = [one._replace(grads=[*placed(name, one.params, one.grads)]) for one in active]
-        gradients = concatenated([one.grads for one in active])
+        gradients = concatenated([*map(_GRADS, active)])
     return Found(active, every, gradients)
 
 
@@ -195,7 +197,7 @@ def parts_of(
 ) -> Iterable[Part]:
     """Joined groups by their slots."""
     if len(together) == 1:  # with all gradients in their order
-        params = concatenated([one.params for one in together[0]])
+        params = concatenated([*map(_PARAMS, together[0])])
         slots = optimizer._slots_of(together[0][0].group)
         return (Part(slots, params, found.gradients, [len(params)]),)
     kept = [optimizer._slots_of(groups[0].group) for groups in together]
@@ -215,9 +217,9 @@ def _part(
     sizes = [sum([len(one.params) for one in each]) for each in some]
     grads: Sequence[torch.Tensor] = found.gradients
     if len(every) != len(found.active) or not all(map(is_, every, found.active)):
-        grads = concatenated([one.grads for one in every])
+        grads = concatenated([*map(_GRADS, every)])
         grads = TensorColumn(grads) if isinstance(found.gradients, TensorColumn) else grads
-    return Part(slots, concatenated([one.params for one in every]), grads, sizes)
+    return Part(slots, concatenated([*map(_PARAMS, every)]), grads, sizes)
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -310,7 +312,8 @@ def _states(
 
     A master and the storage's column are in these states, too, where parameters get them.
     """
-    more = extra_key(optimizer)
+    has_more = optimizer._mastered or optimizer.storage != "plain"
+    more = extra_key(optimizer) if has_more else None
     states = states_of(optimizer.state, params)
     if states is None or (more and not all(map(methodcaller("__contains__", more), states))):
         return None  # a generator would open a frame a tensor
@@ -564,40 +567,3 @@ def counted(groups: Sequence[GroupGrads], launch: Launch, counters: Counters) ->
         by_place = groupby(place_of[id(param)] for param in launch.params)
         runs = [(place, len([*some])) for place, some in by_place]
     return {**numbers, "step": counts.of(runs, launch.device)}
-
-
-# -- weights that somebody else has written --------------------------------------------------------
-
-
-def extra_key(optimizer: FusedOptimizer) -> str | None:
-    """The key of what belongs to a weight as it was stored last."""
-    column = STORAGES[optimizer.storage].column
-    return column or ("master_param" if optimizer._mastered else None)
-
-
-Written = list[tuple[torch.Tensor, int, torch.Tensor]]
-
-
-def versions(optimizer: FusedOptimizer) -> Written:
-    """Of each parameter its version now, and what is stored beside it."""
-    name = extra_key(optimizer)
-    return [
-        (param, param._version, state[name])
-        for param, state in optimizer.state.items()
-        if isinstance(param, torch.Tensor) and name in state
-    ]
-
-
-def follow_written(optimizer: FusedOptimizer) -> None:
-    """Let what belongs to a weight follow if somebody else has written it since our last step."""
-    name, written = extra_key(optimizer), optimizer._written
-    for number, (param, version, column) in enumerate(written):
-        if param._version == version or optimizer.state.get(param, {}).get(name) is not column:
-            continue
-        _checks.written_in_capture(optimizer._name, name)
-        if name != "master_param":
-            column.zero_()
-        elif column.shape == param.shape:
-            weight = param.detach()
-            column.copy_(torch.where(column.to(weight.dtype) == weight, column, weight))
-        written[number] = param, param._version, column

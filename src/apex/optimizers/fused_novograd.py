@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -166,16 +166,15 @@ class FusedNovoGrad(FusedOptimizer):
         if len(seen) != len(before) or not all(map(is_, seen, before)):
             self._show_norms()
 
-    def _in_groups(self) -> list[Any]:
-        """What groups have under "exp_avg_sq"."""
-        shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
-        return [*shown, *chain(*shown)]
-
     def _seen(self) -> list[Any]:
         """What groups have under "exp_avg_sq", and the norms of all states."""
+        shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
         states = self.state.values()
-        norms = [state.get("norm") for state in states if isinstance(state, dict)]
-        return [*self._in_groups(), *norms]
+        try:
+            norms = [*map(itemgetter("norm"), states)]
+        except (KeyError, TypeError, IndexError):  # a parameter has none, or a program's own
+            norms = [state.get("norm") for state in states if isinstance(state, dict)]
+        return [*shown, *chain(*shown), *norms]
 
     def _show_norms(self) -> None:
         """Have the groups show the norms, where the original has them."""

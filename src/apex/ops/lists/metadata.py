@@ -29,6 +29,7 @@ _Fact = TypeVar("_Fact", bound=Callable[..., Any])
 _TENSOR_TYPES, _FIRST = frozenset(_runtime.TENSOR_TYPES), itemgetter(0)
 _DTYPE, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "layout", "is_nested"))
 
+_compiler = private.compiler
 _Guards = private.TensorGuards  # or None: lists are looked at each time
 
 
@@ -62,11 +63,8 @@ def of_metadata(fact: _Fact) -> _Fact:
         ends = full and (full[0][0], full[-1][-1])
         middle = full and full[len(full) // 2]
         some = middle and (*ends, middle[len(middle) // 2])
-        if (
-            not some
-            or torch.compiler.is_compiling()
-            or not _TENSOR_TYPES.issuperset(map(type, some))
-        ):
+        compiles = _compiler.is_dynamo_compiling() or _compiler._is_compiling_flag
+        if not some or compiles or not _TENSOR_TYPES.issuperset(map(type, some)):
             return fact(columns, *more)
         # Equal keys need not mean equal metadata: they choose with what it is compared.
         chosen = *map(_DTYPE, some), *map(torch.Tensor.numel, some)
