@@ -136,7 +136,7 @@ def test_the_change_that_readme_shows_is_a_program_before_and_after(lines):
     amp.reset()
     try:
         exec(compile(program, "README.md", "exec"), given)
-        half = model(torch.ones(3, 4, device="cpu", dtype=torch.float32)).dtype is torch.float16
+        half = model(torch.ones(3, 4, device="cpu", dtype=torch.float32)).dtype is torch.bfloat16
     finally:
         amp.reset()
     assert not torch.equal(model.weight, weight)

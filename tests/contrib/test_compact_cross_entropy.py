@@ -11,6 +11,7 @@ from apex.bench.memory import peak_bytes
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _runtime
 from apex.ops.losses import linear_cross_entropy as ops
+from apex.ops.losses._pieces import compact_rows
 from apex.ops.losses.cross_entropy import PIECE
 from tests.counted import Counted
 from tests.tolerance import ADDED_IN_PIECES, PRODUCTS, assert_close_in_rms
@@ -251,7 +252,7 @@ def test_products_of_each_piece():
     ],
 )  # fmt: skip
 def test_how_many_rows_at_a_time(rows, classes, expected):
-    assert ops.compact_rows(rows, classes) == expected
+    assert compact_rows(rows, classes) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # the profiler's, of torch's

@@ -42,6 +42,10 @@ def test_both_mistakes_are_found_as_the_pages_say(check):
         assert shape_of(quoted) == shape_of(said)
         lines = [int(one) for one in re.findall(r"train\.py:(\d+)", quoted)]
         assert lines == [int(one) for one in re.findall(r"train\.py:(\d+)", said)]
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    block = re.search(rf"^    \$ apex check {SCRIPT}\n(    1 .+?)\n\n", readme, re.M | re.S)[1]
+    assert shape_of(block) in shape_of(said)
+    assert re.findall(r"train\.py:\d+", block)[0] in said
 
 
 def test_the_program_that_is_mended_trains_and_nothing_is_found(check):

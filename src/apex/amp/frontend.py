@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
@@ -22,6 +22,7 @@ from apex.amp.casting import kept as policies
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
+from apex.amp.gradients.masters import Values, table
 from apex.amp.gradients.step_checks import share_memory
 from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
@@ -131,7 +132,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         enabled: ``False`` makes every other call of amp a pass-through for these models and
             optimizers. Those that went through ``initialize`` before are plain torch again, as
             after :func:`reset`; to others nothing is done.
-        opt_level: ``"O0"`` to ``"O5"``; each sets the six options below.
+        opt_level: ``"O0"`` to ``"O5"``; each sets the six options below. Begin with ``"O4"``
+            where bfloat16 is fast (NVIDIA from Ampere on), and else with ``"O1"``.
         cast_model_type: dtype to cast weights and inputs to; ``False`` for no cast.
         patch_torch_functions: Whether to cast functions by list (O1, O4 only).
         keep_batchnorm_fp32: Whether batchnorm stays float32 where the model is cast.
@@ -182,7 +184,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             these models.
 
     What is refused has changed nothing. Where memory runs out on the way, or a method of the
-    model's own raises, some things are changed and others not: begin again with a new model.
+    model's own raises, models and optimizers are plain torch again, with the values that they had
+    (at O3 rounded ones).
     """
     private.need("amp.initialize")
     if not hasattr(verbosity, "__int__"):
@@ -295,20 +298,57 @@ def _build(
         _release(models, optimizers)
         if properties.cast_model_type in HALF_TYPES:
             rules.patch_matrix_exp()
-        full: dict[torch.Tensor, torch.Tensor] = {}
+        full: Values = {}
         if properties.master_weights:
             distributed_checkpoint.install()
-            full = {param: param.detach() for param in params if param.dtype == torch.float32}
+            tensors = [*params, *[one for model in models for one in model.buffers()]]
+            # .data: a detached tensor would count what is written to the weight
+            full = {one: one.data for one in tensors if one.dtype == torch.float32}
         had_views = [share_memory(optimizer, params) for optimizer in optimizers]
-        for model, own in zip(models, kept, strict=True):
-            modules.prepare(model, properties, casts, cast_model_outputs, own)
-        training.add_models(models, [modules.record_of(model) for model in models])
-        for optimizer, had in zip(optimizers, had_views, strict=True):
-            use_masters = bool(properties.master_weights)
-            OptimizerState(optimizer, training, use_masters, full, had_views=had)
-        for optimizer in optimizers:
-            _retype_state(optimizer, _halves_of(optimizer))
+        try:
+            for model, own in zip(models, kept, strict=True):
+                modules.prepare(model, properties, casts, cast_model_outputs, own)
+            training.add_models(models, [modules.record_of(model) for model in models])
+            for optimizer, had in zip(optimizers, had_views, strict=True):
+                use_masters = bool(properties.master_weights)
+                OptimizerState(optimizer, training, use_masters, full, had_views=had)
+            for optimizer in optimizers:
+                _retype_state(optimizer, _halves_of(optimizer))
+        except BaseException:  # such as out of memory
+            _put_back(models, optimizers, full)
+            raise
     return newest
+
+
+def _put_back(
+    models: list[torch.nn.Module], optimizers: list[Any], full: Mapping[torch.Tensor, torch.Tensor]
+) -> None:
+    """Make plain torch again of what an error has left half changed.
+
+    ``full`` has values from before, but those that masters are copies of.
+    """
+    for optimizer in optimizers:
+        if state_of(optimizer) is not None:
+            continue
+        for params in [group["params"] for group in optimizer.param_groups]:
+            params[:] = map(_weight_for, params)
+        for param in list(optimizer.state):
+            optimizer.state[_weight_for(param)] = optimizer.state.pop(param)
+    for tensor in {*full, *[one for model in models for one in model.parameters()]}:
+        master = table.pop(tensor)
+        value = full.get(tensor) if master is None else full.get(tensor, master.tensor.detach())
+        if value is not None:
+            grad = tensor.grad if master is None or tensor.grad is not None else master.tensor.grad
+            tensor.grad = None
+            tensor.data = value
+            tensor.grad = None if grad is None else grad.to(value.dtype)
+    _release(models, optimizers)
+
+
+def _weight_for(param: torch.Tensor) -> torch.Tensor:
+    """The weight whose master ``param`` is; any other tensor itself."""
+    weight = table.weight_of(param)
+    return param if weight is None else weight
 
 
 def _supersede(

@@ -28,6 +28,7 @@ from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.ledger import Ledger, Pass, State
+from apex.amp.gradients.masters import Values
 from apex.amp.gradients.overflow import Overflow, SkippedStep
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_checks import ModelCheck, StepCheck
@@ -58,7 +59,7 @@ class OptimizerState:
         optimizer: Any,
         training: Training,
         use_masters: bool,
-        full: Mapping[torch.Tensor, torch.Tensor],
+        full: Values,
         *,
         had_views: bool = False,
     ) -> None:
@@ -455,10 +456,10 @@ class Replaced:
         self._attributes = list(attributes)
         self._hooks: list[Any] = []
         self.is_on = True
-        for name, method in methods.items():
-            setattr(optimizer, name, types.MethodType(self._replacement(name, method), optimizer))
         for name, value in attributes.items():
             setattr(optimizer, name, value)
+        for name, method in methods.items():
+            setattr(optimizer, name, types.MethodType(self._replacement(name, method), optimizer))
 
     def _replacement(self, name: str, method: Any) -> Any:
         """A function instead of the optimizer's ``name``, marked like the original.

@@ -25,6 +25,7 @@ third one: which number formats a model can be trained in.
 
 from apex.debug import operations
 from apex.debug.check.entry import check
+from apex.debug.check.finding import Finding
 from apex.debug.entry import watch
 from apex.debug.report import CAUSES, Report
 from apex.debug.reproduce import FileError
@@ -35,6 +36,7 @@ __all__ = [
     "CAUSES",
     "FaultWarning",
     "FileError",
+    "Finding",
     "NonFiniteError",
     "Report",
     "Watch",

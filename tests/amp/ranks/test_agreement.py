@@ -33,7 +33,9 @@ def _float16_computes_in_float32():
 
 
 pytestmark = pytest.mark.dist
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "distributed.md"
+ROOT = pathlib.Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "distributed.md"
+REINFORCED = ROOT / "examples" / "reinforcement_learning" / "on_shards.py"
 
 
 def _assert_steps(found, expected):
@@ -217,11 +219,11 @@ def test_the_recipe_for_fsdp2(pair, tmp_path):
         assert dtypes == [torch.float16, torch.float32]
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
+@pytest.mark.skipif(not REINFORCED.exists(), reason="not in a checkout")
 @pytest.mark.slow
-def test_the_recipe_for_reinforcement_learning(pair):
+def test_the_example_of_reinforcement_learning(pair):
     """float32 shards, float16 products, ratios of exactly 1 before a step, and that it learns."""
-    answers = pair.run(functools.partial(scaler_programs.reinforced, page=PAGE))
+    answers = pair.run(functools.partial(scaler_programs.reinforced, program=REINFORCED))
     for rewards, ratios, seen, stored, weights, numbers in answers:
         assert (seen, stored) == ({torch.float16}, {torch.float32})
         assert bool((ratios == 1).all())

@@ -8,6 +8,7 @@ import copy
 import functools
 import math
 import pickle
+import runpy
 from unittest import mock
 
 import torch
@@ -409,9 +410,9 @@ def recipe_alone(page, folder, half):
     return restored, state(*parts)
 
 
-def reinforced(rank, page):
-    """Rewards and first ratios of the recipe, the dtypes seen, and the outcome."""
-    names = recipes(page, "Reinforcement learning in float16")
+def reinforced(rank, program):
+    """Rewards and first ratios of the example, the dtypes seen, and the outcome."""
+    names = runpy.run_path(str(program))
     size = dist.get_world_size()
     model, optimizer, scaler = names["policy"](init_device_mesh("cpu", (size,)))
     seen = set()

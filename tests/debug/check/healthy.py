@@ -120,6 +120,20 @@ for step in range(6):
 torch.save(opt.state_dict(), io.BytesIO())
 """,
     "scale_that_falls": scaled().replace("256.0", "2.0**24"),
+    "tensors_without_numbers": """
+with torch.device("meta"):
+    net = nn.Sequential(nn.Linear(8, 4).half(), nn.BatchNorm1d(4).bfloat16())
+    torch.arange(600, dtype=torch.bfloat16).mul_(0.9).add_(1)
+    net[0](torch.ones(2, 8).half()).sum().backward()
+net.float().to_empty(device="cpu")
+for one in net.state_dict().values(): one.fill_(0.1)
+table = torch.eye(8).half().to_sparse()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    opt.zero_grad()
+    net[0](torch.randn(4, 8) + (table * 2).to_dense().float()[:4]).square().mean().backward()
+    opt.step()
+""",
     "mask_of_minus_infinity": """
 class Attention(nn.Module):
     def __init__(self):

@@ -17,6 +17,9 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from apex._program import stacklevel
+from apex.amp.gradients.tensors import pieces
+
+Values = dict[torch.Tensor, torch.Tensor]  # by the tensor that they belong to
 
 
 class Master:
@@ -51,32 +54,28 @@ class Master:
         self.waiting: set[int] = set()
         self.before: torch.Tensor | None = None
 
-    def value_for(self, weight: torch.Tensor, *, within: float = 0.0) -> torch.Tensor:
-        """The float32 value of ``weight``: the master's where ``weight`` equals it, rounded.
-
-        A weight counts as equal if it is off by at most ``within``, relative to the master.
-        """
-        master = self.tensor.detach().to(weight.device)
-        wide = weight.detach().to(master.dtype)
-        same = master.to(weight.dtype) == weight
-        if within:
-            same |= (wide - master).abs() <= within * master.abs()
-        return torch.where(same, master, wide)
+    def value_for(self, weight: torch.Tensor) -> torch.Tensor:
+        """The float32 value of ``weight``: the master's where ``weight`` equals it, rounded."""
+        return _value_for(self.tensor.detach().to(weight.device), weight.detach())
 
     @torch.no_grad()
     def refresh(self, weight: torch.Tensor, *, within: float = 0.0) -> None:
-        """Take over what somebody else wrote into ``weight``, see :meth:`value_for`."""
+        """Take over what somebody else wrote into ``weight``, but what is the rounded master.
+
+        A weight counts as equal if it is off by at most ``within``, relative to the master.
+        """
         master = self.tensor
         if master.is_meta:  # made before its weight had memory
             master.data = weight.detach().to(master.dtype)
         elif master.device != weight.device:
             master.data = master.data.to(weight.device)
             table.changes += 1
-        value = self.value_for(weight, within=within)
-        before = None if self.before is None else self.before.to(weight.device)
-        if before is not None:
-            value = torch.where(before.to(weight.dtype) == weight, before, value)
-        master.copy_(value)
+        before = [] if self.before is None else [self.before.to(weight.device)]
+        for part, new, *old in pieces(master.detach(), weight.detach(), *before):
+            value = _value_for(part, new, within)
+            for one in old:
+                value = torch.where(one.to(new.dtype) == new, one, value)
+            part.copy_(value)
 
     def take_over(self, weight: torch.Tensor, *, both: bool, may_return: bool) -> None:
         """Take over what was written into ``weight``; ``both``: the master has changed as well.
@@ -110,6 +109,14 @@ class Master:
         value = value.to(device=weight.device, dtype=self.tensor.dtype)
         same = value.to(weight.dtype) == weight
         self.tensor.copy_(torch.where(same, value, weight.to(self.tensor.dtype)))
+
+
+def _value_for(master: torch.Tensor, weight: torch.Tensor, within: float = 0.0) -> torch.Tensor:
+    wide = weight.to(master.dtype)
+    same = master.to(weight.dtype) == weight
+    if within:
+        same |= (wide - master).abs() <= within * master.abs()
+    return torch.where(same, master, wide)
 
 
 class MasterTable:

@@ -27,14 +27,20 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp.gradients.masters import Master, table
-from apex.amp.gradients.tensors import accumulate, any_nonzero, stored_values, write_zeros
+from apex.amp.gradients.masters import Master, Values, table
+from apex.amp.gradients.tensors import (
+    accumulate,
+    any_nonzero,
+    is_alone,
+    is_rounded,
+    stored_values,
+    write_zeros,
+)
 from apex.amp.policy import HALF_TYPES
 from apex.ops import _runtime
 from apex.ops.lists import unscale
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
-_Values = Mapping[torch.Tensor, torch.Tensor]  # by the tensor that they belong to
 Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
 
 _VERSION = operator.attrgetter("_version")
@@ -214,7 +220,11 @@ class Pairs:
                 is_written = master.recorded[_MASTER] != seen[_MASTER]
                 counts_as_written = is_written or _EXPOSED in master.recorded
                 is_weight_written = master.recorded[_WEIGHT] != seen[_WEIGHT]
-                is_weight_written |= compare and not counts_as_written
+                if compare and not (is_weight_written or counts_as_written):
+                    if _runtime.waits(weight.device):  # as where it differs: nothing waits
+                        master.refresh(weight)
+                        continue
+                    is_weight_written = not is_rounded(weight, tensor)
                 if is_weight_written and (master.is_stepped or is_written):
                     waits = may_return or tensor.grad is not None
                     master.take_over(weight, both=is_written, may_return=waits)
@@ -237,7 +247,7 @@ class Pairs:
 
     def are_equal(self) -> bool:
         """Whether every weight is its rounded master."""
-        return all(torch.equal(weight, t.to(weight.dtype)) for weight, t, _ in self._rows)
+        return all(is_rounded(weight, tensor) for weight, tensor, _ in self._rows)
 
     def write(self) -> None:
         """Round every master into its weight."""
@@ -476,7 +486,7 @@ class Parameters(Pairs):
         return [param for group in self.groups() for param in group["params"]]
 
     @torch.no_grad()
-    def _replace(self, full: _Values) -> None:
+    def _replace(self, full: Values) -> None:
         """Give all 16-bit weights in the groups masters, and remember what is there."""
         stepped, targets = [], []
         for group in self.groups():
@@ -497,7 +507,7 @@ class Parameters(Pairs):
         Pairs(new).record()
         self._changed()
 
-    def sync(self, full: _Values | None = None) -> None:
+    def sync(self, full: Values | None = None) -> None:
         """Give new 16-bit weights in the groups masters; ``full`` may have their float32 values."""
         now = [param for group in self.groups() for param in group["params"]]  # no more frames
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
@@ -515,15 +525,19 @@ class Parameters(Pairs):
         self.reconcile(compare=compare)
         return self.take_new(owners)
 
-    def _master_of(self, weight: torch.Tensor, full: _Values) -> torch.Tensor:
+    def _master_of(self, weight: torch.Tensor, full: Values) -> torch.Tensor:
         """The master of ``weight``, made now if there is none."""
         optimizer = self._optimizer()
-        value = full.get(weight)
         master = table.get(weight)
         if master is not None and not master.is_stepped:  # of a state_dict
             Pairs([(weight, master)]).reconcile()
         if master is None or not master.is_stepped:
-            master = table.add(weight, weight.float() if value is None else value.clone())
+            value = full.get(weight)
+            if value is None:
+                value = weight.float()
+            elif not is_alone(value):
+                value = full.pop(weight).clone()
+            master = table.add(weight, value)
         tensor = master.tensor
         entry = None if optimizer is None else optimizer.state.get(weight)  # a lookup leaves {}
         if entry and entry is not optimizer.state.get(tensor):  # type: ignore[union-attr]
@@ -544,7 +558,7 @@ class Parameters(Pairs):
             if weight in keys and not state[weight]:
                 del state[weight]
 
-    def for_stepped(self, stash: _Values) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def for_stepped(self, stash: Values) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gradients by what is stepped, given by what backward writes to."""
         stepped = dict(zip(map(id, self.targets), self.stepped, strict=True))
         rows = [(stepped[id(target)], grad) for target, grad in stash.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.parameters import Parameters, grads_of
-from apex.amp.gradients.tensors import any_nonzero, stored_values
+from apex.amp.gradients.tensors import any_nonzero, pieces, stored_values
 from apex.amp.training import Training
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _MOST_STEPS = 10  # without a change
+_MOST_ELEMENTS = 16  # of each gradient, where the first step is watched
+
+_Place = tuple[int, torch.Tensor]  # the number of a piece, and positions in it
 
 
 class StepCheck:
@@ -22,26 +26,38 @@ class StepCheck:
     Some step another list of parameters: one that they keep, or that of an optimizer inside
     (ZeroRedundancyOptimizer). Then nothing trains. This is checked until a step has changed a
     master; a few optimizers wait some steps first. Many write through ``.data``, which changes no
-    version. On a GPU the checked steps wait for the device and cannot be captured in a CUDA graph:
+    version. So the first step is watched where some gradients are not zero, the next ones in all
+    elements. On a GPU the checked steps wait for the device and cannot be captured in a CUDA graph:
     warm up first.
     """
 
     def __init__(self, optimizer: Any, params: Parameters) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._params = params
-        self._watched: list[tuple[torch.Tensor, int, tuple[int, float]]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of masters
+        self._masters: list[_Look] = []
+        self._weights: list[_Look] = []
         self._unchanged = 0  # steps
 
     def begin(self) -> None:
         """Remember the masters that the step should change."""
-        masters = set(map(id, self._params.tensors))
-        self._watched = [
-            (param, param._version, _fingerprint(param))
-            for group in getattr(self._optimizer(), "param_groups", ())
-            if group.get("lr") is None or float(group["lr"]) != 0.0  # else no change is expected
-            for param in group["params"]
-            if id(param) in masters and param.grad is not None and not param.is_meta
-        ]
+        weights = dict(zip(map(id, self._params.tensors), self._params.weights, strict=True))
+        self._versions, self._masters, self._weights = [], [], []
+        for group in getattr(self._optimizer(), "param_groups", ()):
+            if group.get("lr") is not None and float(group["lr"]) == 0.0:
+                continue  # no change is expected
+            for param in group["params"]:
+                grad = param.grad
+                if id(param) not in weights or grad is None or param.is_meta:
+                    continue
+                self._versions.append((param, param._version))
+                place = None
+                if not self._unchanged and type(grad) in OWN_MEMORY and not grad.is_sparse:
+                    place = _largest(grad)
+                    if place is None:
+                        continue
+                self._masters.append(_Look(param, place))
+                self._weights.append(_Look(weights[id(param)], place))
 
     def end(self, level: str) -> bool:
         """Say whether a master has changed; raise if one should have and none has.
@@ -49,15 +65,16 @@ class StepCheck:
         One should have where gradients were not zero, and model weights were stepped instead or it
         has been so for many steps.
         """
-        if any([param._version != version for param, version, _ in self._watched]):
+        if any([param._version != version for param, version in self._versions]):
             return True
-        if any([_fingerprint(param) != before for param, _, before in self._watched]):
+        if any([look.is_changed() for look in self._masters]):
             return True
-        grads = [param.grad for param, _, _ in self._watched]
+        grads = [param.grad for param, _ in self._versions]
         if not any([grad is not None and bool(stored_values(grad).any()) for grad in grads]):
             return False
         self._unchanged += 1
-        if self._params.are_equal() and self._unchanged < _MOST_STEPS:
+        are_stepped = any([look.is_changed() for look in self._weights])  # the weights, instead
+        if not are_stepped and self._unchanged < _MOST_STEPS:
             return False
         self._params.write()  # whatever was stepped instead
         name = type(self._optimizer()).__name__
@@ -88,7 +105,7 @@ class ModelCheck:
         self._params = params
         self._training = training
         self._had_views = had_views
-        self._seen: dict[int, tuple[float, float]] = {}
+        self._seen: dict[int, _Look] = {}
         self._steps = 0
 
     def end(self) -> bool:
@@ -105,8 +122,8 @@ class ModelCheck:
             return True
         weights = self._training.weights_without_optimizer()
         both = [(w, w.grad) for w in weights if w.requires_grad and w.grad is not None]
-        seen, self._seen = self._seen, {id(weight): _sums(weight) for weight, _ in both}
-        is_changed = any([seen.get(key, now) != now for key, now in self._seen.items()])
+        is_changed = any([id(w) in self._seen and self._seen[id(w)].is_changed() for w, _ in both])
+        self._seen |= {id(w): _Look(w) for w, _ in both if id(w) not in self._seen}
         if is_changed or not both or not any_nonzero([stored_values(grad) for _, grad in both]):
             return True
         self._steps += 1
@@ -134,15 +151,42 @@ def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {storage._cdata for x in plain if (storage := x.untyped_storage()).nbytes()}
 
 
-def _sums(weight: torch.Tensor) -> tuple[float, float]:
-    """Numbers that change with the values of a tensor."""
-    value = weight.detach()
-    norm = torch.linalg.vector_norm(value, dtype=torch.float64)
-    return float(norm), float(value.sum(dtype=torch.float64))
+class _Look:
+    """Numbers that change with the values of a tensor, with little memory; they wait for a device.
+
+    With a ``place``, which :func:`_largest` has found, the values there; else of all elements.
+    """
+
+    def __init__(self, tensor: torch.Tensor, place: _Place | None = None) -> None:
+        self._tensor, self._place = tensor, place
+        self._before = self._now()
+
+    def _now(self) -> list[Any]:
+        value = self._tensor.detach()
+        if self._place is not None:
+            number, at = self._place
+            (part,) = next(itertools.islice(pieces(value), number, None))
+            values: list[Any] = part.reshape(-1)[at].tolist()
+            return values
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+        return [
+            number
+            for (part,) in pieces(value)
+            for number in (
+                int(part.view(bits).sum(dtype=torch.int64)),
+                float(torch.linalg.vector_norm(part, dtype=torch.float64)),
+            )
+        ]
+
+    def is_changed(self) -> bool:
+        """Whether the numbers are others now."""
+        return self._now() != self._before
 
 
-def _fingerprint(param: torch.Tensor) -> tuple[int, float]:
-    """Numbers that change with the bits of a float32 tensor; no copy of it is made."""
-    value = param.detach()
-    norm = torch.linalg.vector_norm(value, dtype=torch.float64)
-    return int(value.view(torch.int32).sum(dtype=torch.int64)), float(norm)
+def _largest(grad: torch.Tensor) -> _Place | None:
+    """Where a gradient is largest, in its first piece that is not all zeros, if there is one."""
+    for number, (part,) in enumerate(pieces(grad.detach())):
+        if part.any():
+            values = part.abs().flatten()
+            return number, values.topk(min(len(values), _MOST_ELEMENTS)).indices
+    return None

@@ -1,13 +1,56 @@
-"""Gradients as tensors: what they store, adding up, setting to zeros; nothing of parameters."""
+"""Tensors: what gradients store, adding up, setting to zeros; looks that copy little memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from apex._compat import private
 from apex.ops.lists.tensor_lists import OWN_MEMORY, local
+
+_MOST = 2**18  # elements of a piece: what is copied of it stays in a processor's cache
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    """Views of equally shaped tensors, side by side, of at most 2**18 elements each."""
+    first = tensors[0]
+    if first.numel() <= _MOST or not OWN_MEMORY.issuperset(map(type, tensors)):
+        yield tensors
+        return
+    rows = max(1, _MOST * len(first) // first.numel())
+    for parts in zip(*[torch.split(tensor, rows) for tensor in tensors], strict=True):
+        yield from pieces(*parts) if rows > 1 else pieces(*[part[0] for part in parts])
+
+
+def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether ``weight`` equals ``master``, rounded; waits for a device."""
+    both = pieces(weight.detach(), master.detach())
+    return all(torch.equal(part, other.to(part.dtype)) for part, other in both)
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` is all its own.
+
+    Not that of a part of a larger tensor, of an expanded one, or of one that overlaps itself; nor
+    what is shared between processes, mapped from a file or NumPy's; nor what another tensor has.
+    """
+    if type(tensor) not in OWN_MEMORY or tensor.layout != torch.strided:
+        return False
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != size * tensor.element_size() or not storage.resizable():
+        return False
+    if private.storage_Use_Count is None or (not tensor.is_cuda and storage.is_shared()):
+        return False
+    new = torch.empty(1, device="cpu")
+    other = new.untyped_storage()
+    owners: list[int] = [private.storage_Use_Count(one._cdata) for one in (storage, other)]
+    return owners[0] == owners[1]
 
 
 def stored_values(grad: torch.Tensor) -> torch.Tensor:

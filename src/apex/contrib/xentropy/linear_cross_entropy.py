@@ -2,10 +2,15 @@
 
 import torch
 
-from apex.ops.losses.linear_cross_entropy import AccPolicy, Reduction, linear_cross_entropy
+from apex.ops.losses.linear_cross_entropy import (
+    AccPolicy,
+    Reduction,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from apex.ops.norms._scripted import left_to_python
 
-__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "linear_log_probs"]
 
 _MEAN: Reduction = "mean"
 _BALANCED: AccPolicy = "balanced"
@@ -32,8 +37,10 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     chunk_size: int | None = None
     acc_policy = _BALANCED
     acc_dtype: torch.dtype | None = None
+    softcap: float | None = None
+    temperature, z_loss = 1.0, 0.0
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the layer's arguments, and the function's
         self,
         in_features: int,
         num_classes: int,
@@ -47,6 +54,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         chunk_size: int | None = None,
         acc_policy: AccPolicy = "balanced",
         acc_dtype: torch.dtype | None = None,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(
@@ -57,6 +67,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.label_smoothing = label_smoothing
         self.chunk_size = chunk_size
         self.acc_policy, self.acc_dtype = acc_policy, acc_dtype
+        self.softcap, self.temperature, self.z_loss = softcap, temperature, z_loss
 
     @left_to_python
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -72,6 +83,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             chunk_size=self.chunk_size,
             acc_policy=self.acc_policy,
             acc_dtype=self.acc_dtype,
+            softcap=self.softcap,
+            temperature=self.temperature,
+            z_loss=self.z_loss,
         )
 
     def extra_repr(self) -> str:
@@ -82,4 +96,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         )
         if self.acc_policy != "balanced":
             shown += f", acc_policy={self.acc_policy!r}, acc_dtype={self.acc_dtype}"
+        for name, usual in (("softcap", None), ("temperature", 1.0), ("z_loss", 0.0)):
+            if (value := getattr(self, name)) != usual:
+                shown += f", {name}={value}"
         return shown

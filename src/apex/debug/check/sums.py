@@ -18,6 +18,7 @@ from apex.debug.check.values import CASTS, MOVES, FunctionCall
 _LEAST, _UPDATES = 0.25, 3
 _WHOLE = {torch.bfloat16: 256, torch.float16: 2048}
 _MOST = 1_000_000  # elements of whole numbers that are looked at
+_INF = 0x7C00  # the bits of inf in float16; NaN is above, and what is negative below 0
 _Base = tuple[torch.Tensor, torch.Tensor]  # a value, and what float64 gives for it
 
 
@@ -226,9 +227,10 @@ def _is_whole(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 class Overflows(CheckRule):
     """Functions whose result is inf in 16 bits and finite in float32.
 
-    Sees all functions of the program with 16-bit results, and repeats those with an inf in float32,
-    eight times at each line. Prints how many values, and the largest in float32. Silent for casts,
-    for minus infinity (a mask), for functions in place, and in backward.
+    Sees all functions of the program with float16 results, and repeats those with an inf in
+    float32, eight times at each line (bfloat16 ends where float32 does). Prints how many values,
+    and the largest in float32. Silent for casts, for minus infinity (a mask), for functions in
+    place, and in backward.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -238,7 +240,9 @@ class Overflows(CheckRule):
     def function(self, call: FunctionCall) -> None:
         """Look for infinities."""
         result = call.got[0].detach()
-        if not call.low or call.name in CASTS | MOVES or not bool((result == torch.inf).any()):
+        if result.dtype != torch.float16 or not result.numel() or call.name in CASTS | MOVES:
+            return
+        if int(result.view(torch.int16).amax()) < _INF:  # as whole numbers: 30 times as fast
             return
         self._seen[call.place] += 1
         if self._seen[call.place] > 8 or call.writes or call.is_random():

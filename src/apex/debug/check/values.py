@@ -113,22 +113,32 @@ class CalledFunctions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         facts = self._facts
-        if facts.busy or not facts.measuring:
-            return func(*args, **(kwargs or {}))
-        node = private.current_autograd_node() if facts.quiet else None
-        if facts.quiet and (node is None or "AccumulateGrad" not in node.name()):
+        if facts.busy or not facts.measuring or (facts.quiet and not _is_in_hook(facts)):
             return func(*args, **(kwargs or {}))
         call = FunctionCall(func, args, kwargs or {})
         if facts.quiet:
             result = call.run()
             self._send("hooked", call)
             return result
-        if call.writes and call.given:
+        seen = all(map(_has_values, call.given))
+        if call.writes and call.given and seen:
             self._send("writes", call)
         result = call.run()
-        if call.got:
+        if call.got and seen and all(map(_has_values, call.got)):
             self._send("function", call)
         return result
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are here: not of a meta, sparse or nested tensor, nor of a DTensor."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return is_plain and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _is_in_hook(facts: Facts) -> bool:
+    """Whether the gradient of a parameter arrives, and a hook of the program has it."""
+    node = private.current_autograd_node() if facts.has_hooks else None
+    return node is not None and "AccumulateGrad" in node.name()
 
 
 def _flat(values: Iterable[Any]) -> list[torch.Tensor]:

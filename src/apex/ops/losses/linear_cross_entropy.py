@@ -29,7 +29,7 @@ float64, transforms and gradients of gradients take the definition, with all log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -43,25 +43,12 @@ from apex.ops._dtypes import Optional, wide
 from apex.ops._op import UNSURE, op
 from apex.ops.layers import dense
 from apex.ops.losses import cross_entropy as rows_op
+from apex.ops.losses import linear_log_probs as row_numbers
+from apex.ops.losses._pieces import LEAST, pieces
 
 REDUCTIONS, POLICIES = ("none", "mean", "sum"), ("balanced", "compact")
 Reduction = Literal["none", "mean", "sum"]
 AccPolicy = Literal["balanced", "compact"]
-
-# Rows of a piece: whole tiles of a GPU's products, and at least FEWEST. Each piece reads and writes
-# the weight's gradient in float32: at 1,024 rows those are 256 operations a byte, about what an
-# H100 does while it moves one; at 256 rows memory takes over four times as long as the product.
-TILE, FEWEST = 128, 1024
-# Logits of a piece: at most HUGE for these rows, 512 MiB in 16 bits, 262,144 classes. Above that at
-# least one tile: no more than the weight if that has 128 features. More rows while they are LEAST,
-# 16 MiB of float32, or an eighth of all and at most MOST, 256 MiB. No more than LEAST in all are
-# left to PyTorch's functions, which are faster then. Derived from sizes.
-LEAST, MOST, HUGE, SHARE = 2**22, 2**26, 2**28, 8
-# Rows of 16-bit logits that are multiplied at a time on a CPU. With AVX-512 but no bfloat16
-# instructions oneDNN computes each product in float32 first, twice the bytes of its result. All
-# 1,024 rows at once take 1.03 of the time there (8,192 classes), 0.99 with the instructions; by 128
-# rows it is 1.05 with them, because the weight is rearranged for each product.
-CPU_ROWS = 256
 
 
 def reference(
@@ -85,44 +72,6 @@ def _reduced(
 
 
 # -- piece by piece ------------------------------------------------------------------------------
-
-
-def chunk_rows(rows: int, classes: int) -> int:
-    """How many rows' logits are made at a time."""
-    wanted = max(FEWEST, LEAST // classes, min(MOST // classes, -(-rows // SHARE)))
-    return max(TILE, min(wanted, HUGE // classes) // TILE * TILE)
-
-
-def compact_rows(rows: int, classes: int) -> int:
-    """The same for ``"compact"``: less than an eighth, in whole tiles.
-
-    With 4,096 rows 384. A product that adds to a 16-bit gradient of the weight has 192 operations
-    for each byte then: three quarters of what :data:`FEWEST` has in float32 (derived).
-    """
-    return max(TILE, min(chunk_rows(rows, classes), (rows - 1) // SHARE // TILE * TILE))
-
-
-def _pieces(
-    x: torch.Tensor, weight: torch.Tensor, bias: Optional, chunk_size: int, compact: bool
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of rows and their logits, which the next slice's overwrite.
-
-    Functions with ``out`` and in-place ones are left alone by autocast, so none is cast twice.
-    """
-    rows, classes = len(x), len(weight)
-    usual = compact_rows if compact else chunk_rows
-    height = min(rows, chunk_size or usual(rows, classes))
-    buffer = x.new_empty(height, classes)
-    for start in range(0, rows, max(1, height)):
-        here = slice(start, min(rows, start + height))
-        logits = buffer[: here.stop - start]
-        size = CPU_ROWS if x.is_cpu and x.dtype != wide(x) else height
-        for some, out in zip(torch.split(x[here], size), torch.split(logits, size), strict=True):
-            if bias is None:
-                torch.mm(some, weight.t(), out=out)
-            else:
-                torch.addmm(bias, some, weight.t(), out=out)
-        yield here, logits
 
 
 def _allocate(
@@ -156,7 +105,7 @@ def _computed(
     dweight.zero_()
     dbias.zero_()
     loss = rows_op.OP.implementation(x)
-    for rows, logits in _pieces(x, weight, bias, chunk_size, acc_dtype is not None):
+    for rows, logits in pieces(x, weight, bias, chunk_size, acc_dtype is not None):
         given: Any = {"logits": logits, "labels": targets[rows], "smoothing": smoothing}
         given["padding_idx"] = ignore_index
         if lse is None:
@@ -245,7 +194,7 @@ OP = op(
 COMPACT = SimpleNamespace(forward=_forward, backward=partial(_backward, in_place=True))
 
 
-def linear_cross_entropy(
+def linear_cross_entropy(  # noqa: PLR0913  # torch's arguments, and those of language models
     input: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -257,6 +206,9 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     acc_policy: AccPolicy = "balanced",
     acc_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Compute ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)`` in pieces.
 
@@ -282,6 +234,11 @@ def linear_cross_entropy(
         acc_dtype: In what the gradient of ``weight`` adds up over the pieces of ``"compact"``: its
             own dtype, the default, which rounds it once for each piece; or ``torch.float32``, which
             takes another copy of 16-bit weights. ``"balanced"`` adds up in float32.
+        softcap: Bound of the logits: ``softcap * tanh(logits / softcap)``, as Gemma 2 has it.
+        temperature: What the logits are divided by, after ``softcap``.
+        z_loss: Adds ``z_loss * logsumexp(logits) ** 2`` to the loss of each row that counts, as
+            PaLM has it (1e-4 there). With one of these three the backward makes the logits once
+            more, also for ``"mean"`` and ``"sum"``, and no kernel of ours runs on a piece.
 
     Returns:
         0-dim, or ``(...)`` for ``"none"``; float32, or float64 for float64 input.
@@ -299,6 +256,18 @@ def linear_cross_entropy(
     """
     smoothing, ignore_index = float(label_smoothing), int(ignore_index)
     _check_options(smoothing, reduction, chunk_size, acc_policy, acc_dtype)
+    if softcap is not None or temperature != 1.0 or z_loss:
+        row_numbers.check_options("linear_cross_entropy", softcap, temperature, z_loss)
+        options = row_numbers.RowOptions(
+            ignore_index, softcap, temperature, chunk_size or 0, acc_policy == "compact", acc_dtype,
+            entropy=False,
+        )  # fmt: skip
+        log_probs, lse, _, mean = _rows(input, weight, targets, bias, options)
+        losses = -log_probs
+        if smoothing:
+            losses = (1.0 - smoothing) * losses + smoothing * (lse - mean)
+        losses = losses + z_loss * lse.square() if z_loss else losses
+        return _reduced(losses, targets, ignore_index, reduction)
     if OP.choose(input) is UNSURE or not _fit(input, weight, targets, bias):
         _check_tensors(input, weight, targets, bias)
     elif (
@@ -334,6 +303,70 @@ def linear_cross_entropy(
     return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
+def linear_log_probs(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    acc_policy: AccPolicy = "balanced",
+    acc_dtype: torch.dtype | None = None,
+) -> row_numbers.LogProbs:
+    """Compute each row's log-probability of its target, and the entropy of its distribution.
+
+    Both are differentiable, and neither pass has all logits in memory: the backward makes them once
+    more. Arguments are those of :func:`linear_cross_entropy`.
+
+    Args:
+        input: ``(..., features)``.
+        weight: ``(classes, features)``.
+        targets: ``(...)``, class numbers of any integer dtype.
+        bias: ``(classes,)`` or ``None``.
+        ignore_index: Target of rows whose numbers and gradients are 0.
+        softcap: Bound of the logits, or ``None``.
+        temperature: What the logits are divided by, after ``softcap``.
+        chunk_size: Rows at a time.
+        acc_policy: ``"balanced"`` or ``"compact"``.
+        acc_dtype: In what the gradient of ``weight`` adds up with ``"compact"``.
+
+    Returns:
+        ``(log_probs, entropy)``, each ``(...)``, in float32, or float64 for float64 input.
+
+    Raises:
+        ArgumentError: As :func:`linear_cross_entropy`.
+        IndexError: A target is out of range, on the CPU.
+
+    Example:
+        >>> hidden, weight = torch.zeros(2, 3), torch.zeros(4, 3)
+        >>> linear_log_probs(hidden, weight, torch.tensor([1, 3])).entropy
+        tensor([1.3863, 1.3863])
+    """
+    _check_options(0.0, "none", chunk_size, acc_policy, acc_dtype, "linear_log_probs")
+    row_numbers.check_options("linear_log_probs", softcap, temperature)
+    options = row_numbers.RowOptions(
+        int(ignore_index), softcap, temperature, chunk_size or 0, acc_policy == "compact", acc_dtype
+    )
+    log_probs, _, entropy, _ = _rows(input, weight, targets, bias, options, "linear_log_probs")
+    return row_numbers.LogProbs(log_probs, entropy)
+
+
+def _rows(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Optional,
+    options: row_numbers.RowOptions, name: str = "linear_cross_entropy",
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The numbers of each row, in the shape of ``targets``."""
+    _check_tensors(x, weight, targets, bias, name)
+    x, weight, bias = OP.cast(x, weight, bias)
+    if options.compact:
+        options = options._replace(acc_dtype=_checked_acc_dtype(options.acc_dtype, weight, name))
+    rows = x.reshape(-1, x.shape[-1]), weight, bias, targets.reshape(-1).long()
+    return tuple(one.reshape(targets.shape) for one in row_numbers.rows_of(name, *rows, options))
+
+
 def _refusing_labels(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """Call it; where an index is out of range say which row and what is allowed."""
     try:
@@ -356,11 +389,13 @@ def _called(x: torch.Tensor, *args: Any) -> torch.Tensor:
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def _checked_acc_dtype(acc_dtype: torch.dtype | None, weight: torch.Tensor) -> torch.dtype:
+def _checked_acc_dtype(
+    acc_dtype: torch.dtype | None, weight: torch.Tensor, name: str = "linear_cross_entropy"
+) -> torch.dtype:
     allowed = {weight.dtype: 0, wide(weight): 0}  # in this order
     if acc_dtype is not None and acc_dtype not in allowed:
         raise ArgumentError(
-            f"linear_cross_entropy: acc_dtype is {acc_dtype}; allowed for a weight of "
+            f"{name}: acc_dtype is {acc_dtype}; allowed for a weight of "
             f"{weight.dtype} are {', '.join(map(str, allowed))}, or None for the first."
         )
     return acc_dtype or weight.dtype
@@ -368,7 +403,7 @@ def _checked_acc_dtype(acc_dtype: torch.dtype | None, weight: torch.Tensor) -> t
 
 def _check_options(
     smoothing: float, reduction: str, chunk_size: int | None, acc_policy: str,
-    acc_dtype: torch.dtype | None,
+    acc_dtype: torch.dtype | None, name: str = "linear_cross_entropy",
 ) -> None:  # fmt: skip
     said = None
     if reduction not in REDUCTIONS:
@@ -382,7 +417,7 @@ def _check_options(
     elif acc_dtype is not None and acc_policy != "compact":
         said = f"acc_dtype is {acc_dtype}; it goes with acc_policy='compact'. Pass None, or that."
     if said:
-        raise ArgumentError(f"linear_cross_entropy: {said}")
+        raise ArgumentError(f"{name}: {said}")
 
 
 def _fit(x: torch.Tensor, weight: torch.Tensor, targets: Any, bias: Optional) -> bool:
@@ -398,9 +433,9 @@ def _fit(x: torch.Tensor, weight: torch.Tensor, targets: Any, bias: Optional) ->
 
 
 def _check_tensors(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Optional
-) -> None:
-    name = "linear_cross_entropy"
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Optional,
+    name: str = "linear_cross_entropy",
+) -> None:  # fmt: skip
     dense.check(name, x, {"weight": weight}, {"bias": bias})
     tensors = {"input": x, "targets": targets}
     check_tensors(name, tensors, floating=(), integers=["targets"], required=["targets"])
