@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 import xentropy_cuda
 
+from apex.catalogue.entry import DTYPES
+from apex.catalogue.optimizers import OPTIMIZERS
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.optimizers import fused_adam as contrib_adam
 from apex.ops.layers import rotary
@@ -31,8 +33,6 @@ from apex.ops.lists.unscale import unscale_into
 from apex.ops.losses import transducer as ops
 from apex.optimizers import FusedAdam, FusedSGD, _checks, _step
 from apex.parallel import LARC
-from apex.selftest.catalogue.entry import DTYPES
-from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from tests.kernels.fake_cuda import fake_cuda
 from tests.kernels.planted import turned
 

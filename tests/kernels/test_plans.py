@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from apex.selftest.catalogue.ops import OPS
+from apex.catalogue.ops import OPS
 from tests.gpu.worker import call
 from tests.kernels import list_planning, planning
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 
+from apex.catalogue.optimizers import OPTIMIZERS
 from apex.ops import _runtime
 from apex.ops.lists.quantized import (
     BLOCK,
@@ -30,7 +31,6 @@ from apex.optimizers import (
     _muon_shards,
 )
 from apex.optimizers._eight_bit import CODES, is_code, stored, value_of
-from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, train, values
 from tests.optimizers.test_placements import Call

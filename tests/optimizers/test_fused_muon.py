@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from apex import amp
+from apex.catalogue.optimizers import Step, muon
 from apex.ops.lists.storage import join_bits
 from apex.ops.updates import newton_schulz as middle
 from apex.optimizers import FusedAdam, FusedMuon, _muon_shards
-from apex.selftest.catalogue.optimizers import Step, muon
 from tests.optimizers import muon_programs as programs
 from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
 from tests.ranks import Ranks

@@ -57,7 +57,8 @@ from apex.optimizers._step import (
     scalar,
     with_own,
 )
-from apex.optimizers._written import Written, follow_written, versions
+from apex.optimizers._stepped import Written
+from apex.optimizers._written import follow_written, versions
 from apex.optimizers._zero import Partition, partition
 
 _IS_UNIFORM = attrgetter("is_uniform")

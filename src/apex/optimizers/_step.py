@@ -17,7 +17,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,10 +40,8 @@ from apex.ops.lists.tensor_lists import (
 from apex.ops.updates.adam import DeviceSteps
 from apex.optimizers import _checks
 from apex.optimizers import _eight_bit as eight_bit
+from apex.optimizers._stepped import Stepped
 from apex.optimizers._written import extra_key
-
-if TYPE_CHECKING:
-    from apex.optimizers._base import FusedOptimizer
 
 _DTYPE, _DEVICE, _GRAD = map(attrgetter, ("dtype", "device", "grad"))
 _PARAMS, _GRADS = map(attrgetter, ("params", "grads"))
@@ -83,7 +81,7 @@ class Found(NamedTuple):
     gradients: Sequence[torch.Tensor]
 
 
-def gradients_of(optimizer: FusedOptimizer, given: Given) -> Found:
+def gradients_of(optimizer: Stepped, given: Given) -> Found:
     """Find the gradients of an optimizer; those that are ``given`` instead of ``param.grad``."""
     active: list[GroupGrads] = [*map(with_grads, optimizer.param_groups, repeat(given))]
     every = concatenated([*map(_PARAMS, active)])
@@ -193,7 +191,7 @@ class Part(NamedTuple):
 
 
 def parts_of(
-    optimizer: FusedOptimizer, together: Sequence[list[GroupGrads]], found: Found
+    optimizer: Stepped, together: Sequence[list[GroupGrads]], found: Found
 ) -> Iterable[Part]:
     """Joined groups by their slots."""
     if len(together) == 1:  # with all gradients in their order
@@ -244,7 +242,7 @@ class Columns(NamedTuple):
 
 
 def collected(
-    optimizer: FusedOptimizer, found: Found, noop: torch.Tensor | None, copies: Given
+    optimizer: Stepped, found: Found, noop: torch.Tensor | None, copies: Given
 ) -> tuple[list[list[GroupGrads]], list[Columns]]:
     """The groups, joined where their numbers are equal, and columns of all that have same slots."""
     together = joined(found.active, optimizer.defaults if optimizer._joins_groups else None, noop)
@@ -252,7 +250,7 @@ def collected(
     return together, [*map(columns_of, repeat(optimizer), repeat(found), parts, repeat(copies))]
 
 
-def columns_of(optimizer: FusedOptimizer, found: Found, part: Part, copies: Given) -> Columns:
+def columns_of(optimizer: Stepped, found: Found, part: Part, copies: Given) -> Columns:
     """Columns of a part; state that is missing is made, and what does not fit is refused.
 
     Of what is uniform gradients are known to be dense and real; others are looked at.
@@ -306,7 +304,7 @@ def columns_of(optimizer: FusedOptimizer, found: Found, part: Part, copies: Give
 
 
 def _states(
-    optimizer: FusedOptimizer, params: Sequence[torch.Tensor], kept: tuple[str, ...]
+    optimizer: Stepped, params: Sequence[torch.Tensor], kept: tuple[str, ...]
 ) -> tuple[States, list[list[torch.Tensor]]] | None:
     """The states of parameters and columns of these slots; ``None`` if some are not made yet.
 
@@ -336,7 +334,7 @@ def states_of(state: Mapping[Any, dict[str, Any]], params: Sequence[torch.Tensor
 
 
 def _slot_columns(
-    optimizer: FusedOptimizer, states: States, kept: tuple[str, ...]
+    optimizer: Stepped, states: States, kept: tuple[str, ...]
 ) -> list[list[torch.Tensor]]:
     """The slots of states as columns; ``KeyError`` if one has none."""
     if optimizer._state_form == "8bit":
@@ -349,7 +347,7 @@ def _slot_columns(
 
 
 def _extras(
-    optimizer: FusedOptimizer,
+    optimizer: Stepped,
     params: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     states: Sequence[Mapping[str, Any]],
@@ -373,7 +371,7 @@ def _extras(
 
 
 def _uniform_numels(
-    optimizer: FusedOptimizer,
+    optimizer: Stepped,
     params: Sequence[torch.Tensor],
     columns: Sequence[TensorList],
     extra: Extra,
@@ -450,9 +448,7 @@ def launches_of(of: Columns) -> Iterator[tuple[int, Launch]]:
         yield lists[chosen[0]], Launch(listed, picked, some or None)
 
 
-def quantized(
-    optimizer: FusedOptimizer, launch: Launch, slots: Sequence[str]
-) -> tuple[Quantized, ...]:
+def quantized(optimizer: Stepped, launch: Launch, slots: Sequence[str]) -> tuple[Quantized, ...]:
     """Which columns of a launch are quantised to 8 bits."""
     found = []
     for number, slot in enumerate(slots, 2):

@@ -5,27 +5,20 @@ Beside a weight are a master, or the column of a storage; see :mod:`apex.ops.lis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from apex.ops.lists.storage import STORAGES
 from apex.optimizers import _checks
-
-if TYPE_CHECKING:
-    from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._stepped import Stepped, Written
 
 
-def extra_key(optimizer: FusedOptimizer) -> str | None:
+def extra_key(optimizer: Stepped) -> str | None:
     """The key of what belongs to a weight as it was stored last."""
     column = STORAGES[optimizer.storage].column
     return column or ("master_param" if optimizer._mastered else None)
 
 
-Written = list[tuple[torch.Tensor, int, torch.Tensor]]
-
-
-def versions(optimizer: FusedOptimizer) -> Written:
+def versions(optimizer: Stepped) -> Written:
     """Of each parameter its version now, and what is stored beside it."""
     name = extra_key(optimizer)
     return [
@@ -35,7 +28,7 @@ def versions(optimizer: FusedOptimizer) -> Written:
     ]
 
 
-def follow_written(optimizer: FusedOptimizer) -> None:
+def follow_written(optimizer: Stepped) -> None:
     """Let what belongs to a weight follow if somebody else has written it since our last step."""
     name, written = extra_key(optimizer), optimizer._written
     for number, (param, version, column) in enumerate(written):

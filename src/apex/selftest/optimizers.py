@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.quantized import quantize
-from apex.ops.lists.storage import join_bits
-from apex.optimizers._eight_bit import CODES, absmax_of, codes_of, is_code, widened
-from apex.parallel import LARC
-from apex.selftest import tolerance
-from apex.selftest.catalogue.entry import DTYPES, random
-from apex.selftest.catalogue.optimizers import (
+from apex.catalogue import tolerance
+from apex.catalogue.entry import DTYPES, random
+from apex.catalogue.optimizers import (
     OPTIMIZERS,
     TRUST,
     Optimizer,
@@ -30,6 +26,10 @@ from apex.selftest.catalogue.optimizers import (
     Variant,
     larc,
 )
+from apex.ops.lists.quantized import quantize
+from apex.ops.lists.storage import join_bits
+from apex.optimizers._eight_bit import CODES, absmax_of, codes_of, is_code, widened
+from apex.parallel import LARC
 from apex.selftest.check import Check, Measured, Pair, Setting, joined, one_rounding, same
 from apex.selftest.ops import rarely, tensors
 

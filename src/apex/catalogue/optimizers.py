@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from apex import optimizers
+from apex.catalogue.entry import DTYPES
+from apex.catalogue.peers import Peer, foreach_lamb, foreach_novograd, of_torch
 from apex.contrib import optimizers as contrib
 from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamSWA
-from apex.selftest.catalogue.entry import DTYPES
-from apex.selftest.catalogue.peers import Peer, foreach_lamb, foreach_novograd, of_torch
 
 __all__ = [
     "OPTIMIZERS", "Formula", "Optimizer", "State", "Step", "TimedStep", "Variant",
