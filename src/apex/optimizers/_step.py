@@ -67,7 +67,7 @@ class GroupGrads(NamedTuple):
     grads: list[torch.Tensor]
 
 
-class Found(NamedTuple):
+class Gradients(NamedTuple):
     """Parameters and gradients of a step.
 
     Attributes:
@@ -81,7 +81,7 @@ class Found(NamedTuple):
     gradients: Sequence[torch.Tensor]
 
 
-def gradients_of(optimizer: Stepped, given: Given) -> Found:
+def gradients_of(optimizer: Stepped, given: Given) -> Gradients:
     """Find the gradients of an optimizer; those that are ``given`` instead of ``param.grad``."""
     active: list[GroupGrads] = [*map(with_grads, optimizer.param_groups, repeat(given))]
     every = concatenated([*map(_PARAMS, active)])
@@ -98,7 +98,7 @@ def gradients_of(optimizer: Stepped, given: Given) -> Found:
         name = optimizer._name
         active = [one._replace(grads=[*placed(name, one.params, one.grads)]) for one in active]
         gradients = concatenated([*map(_GRADS, active)])
-    return Found(active, every, gradients)
+    return Gradients(active, every, gradients)
 
 
 def with_grads(group: Group, grads: Given) -> GroupGrads:
@@ -121,7 +121,7 @@ def without_missing(one: GroupGrads) -> GroupGrads:
     return GroupGrads(one.group, params, [grad for grad in one.grads if grad is not None])
 
 
-def with_own(found: Found, copies: Mapping[int, torch.Tensor]) -> Found:
+def with_own(found: Gradients, copies: Mapping[int, torch.Tensor]) -> Gradients:
     """The same with copies of some gradients, by the number of a gradient among those of all."""
     own = [copies.get(n, grad) for n, grad in enumerate(found.gradients)]
     rest = iter(own)
@@ -191,7 +191,7 @@ class Part(NamedTuple):
 
 
 def parts_of(
-    optimizer: Stepped, together: Sequence[list[GroupGrads]], found: Found
+    optimizer: Stepped, together: Sequence[list[GroupGrads]], found: Gradients
 ) -> Iterable[Part]:
     """Joined groups by their slots."""
     if len(together) == 1:  # with all gradients in their order
@@ -206,7 +206,7 @@ def _part(
     slots: tuple[str, ...],
     kept: Sequence[tuple[str, ...]],
     together: Sequence[list[GroupGrads]],
-    found: Found,
+    found: Gradients,
 ) -> Part:
     """Of joined groups, which have the slots ``kept``, those that have these."""
     # Groups with other slots become empty lists: `launches_of` yields the places in `together`.
@@ -242,7 +242,7 @@ class Columns(NamedTuple):
 
 
 def collected(
-    optimizer: Stepped, found: Found, noop: torch.Tensor | None, copies: Given
+    optimizer: Stepped, found: Gradients, noop: torch.Tensor | None, copies: Given
 ) -> tuple[list[list[GroupGrads]], list[Columns]]:
     """The groups, joined where their numbers are equal, and columns of all that have same slots."""
     together = joined(found.active, optimizer.defaults if optimizer._joins_groups else None, noop)
@@ -250,7 +250,7 @@ def collected(
     return together, [*map(columns_of, repeat(optimizer), repeat(found), parts, repeat(copies))]
 
 
-def columns_of(optimizer: Stepped, found: Found, part: Part, copies: Given) -> Columns:
+def columns_of(optimizer: Stepped, found: Gradients, part: Part, copies: Given) -> Columns:
     """Columns of a part; state that is missing is made, and what does not fit is refused.
 
     Of what is uniform gradients are known to be dense and real; others are looked at.
