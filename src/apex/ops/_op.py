@@ -379,7 +379,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
     # -- the function ------------------------------------------------------------------------------
 
-    def _forward(self, ctx: Any, *args: Any) -> torch.Tensor:
+    def _forward(self, ctx: Any, *args: Any) -> Any:
         tensors, ctx.how = args[:-1], args[-1]
         implementation, *constants = ctx.how
         if type(implementation) is _Operators:  # which make tensors dense by themselves
@@ -387,12 +387,12 @@ class op:  # lower case, like torch.autocast: used as a function
         else:
             dense = self._dense(tensors)
             outputs = call_on_device(implementation.forward, args[0], *dense, *constants)
-        if outputs.__class__ is torch.Tensor:
+        if isinstance(outputs, torch.Tensor):
             ctx.save_for_backward(*self._to_save((*tensors, outputs)))
             return outputs
-        outputs = _as_tuple(outputs)
-        ctx.save_for_backward(*self._to_save((*tensors, *outputs)))
-        return outputs[0]
+        y, *more = outputs
+        ctx.save_for_backward(*self._to_save((*tensors, y, *more)))
+        return y
 
     def _backward(self, ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """A gradient, or None, for each argument: by what computed the forward, if it can."""
@@ -425,8 +425,8 @@ class op:  # lower case, like torch.autocast: used as a function
     def _gradients(
         self, implementation: Any, dy: torch.Tensor, needs: Sequence[bool], saved: Sequence[Any]
     ) -> Any:
-        given = dict(zip(self._saved, self._dense(saved), strict=True))
-        (slope,) = self._dense((dy,))
+        slope, *dense = self._dense((dy, *saved))
+        given = dict(zip(self._saved, dense, strict=True))
         return call_on_device(implementation.backward, dy, slope, needs, **given)
 
     def _definition_gradients(
