@@ -174,6 +174,8 @@ NAMES = (
     Name("torch.nn.modules.module._global_forward_hooks", _DEBUG, _NO_LINES, features=_SCRIPTS),
     Name("torch.optim.optimizer._global_optimizer_pre_hooks", "see whether steps have hooks",
          "gradients are unscaled before each step, as for hooks: slower", ("perhaps one",)),
+    Name("torch.optim.optimizer._global_optimizer_post_hooks", "see whether steps have hooks",
+         "each step is watched, as with hooks: slower", ("perhaps one",)),
     Name("torch.utils.data.dataloader._BaseDataLoaderIter", _DEBUG, _NO_LINES, features=_SCRIPTS),
     Name("torch.UntypedStorage._expired", _CAPTURE,
          "it calls StorageWeakRef.expired: slower", instead.ABSENT),
@@ -270,7 +272,8 @@ ATTRIBUTES = (
     # -- optimizers and scalers --------------------------------------------------------------------
     Attributes("torch.optim.Optimizer", "_optimizer_step_pre_hooks", "call its hooks",
                ("amp.initialize", "amp.capture", "apex.debug")),
-    Attributes("torch.optim.Optimizer", "_optimizer_step_post_hooks", _CAPTURE, ("amp.capture",)),
+    Attributes("torch.optim.Optimizer", "_optimizer_step_post_hooks", "call its hooks",
+               ("amp.initialize", "amp.capture")),
     Attributes("torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
                _CAPTURE, ("amp.capture",)),
     Attributes("torch.optim.lr_scheduler.LRScheduler", "_initial_step _last_lr",

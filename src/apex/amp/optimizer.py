@@ -12,6 +12,7 @@ SAM call it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
@@ -27,6 +28,7 @@ from apex.amp.casting import state as casts
 from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
+from apex.amp.gradients.inside_step import InsideStep, hook_tables, is_closed
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.masters import Values
 from apex.amp.gradients.overflow import Overflow, SkippedStep
@@ -97,7 +99,11 @@ class OptimizerState:
         self._replaced = Replaced(optimizer, methods, attributes)
         self._inner_step = self._replaced.inner["step"]
         self._replaced.watch(optimizer, weakref.ref(self))
-        owners = [optimizer, *optimizers_inside(optimizer)] if use_masters else []
+        inside = optimizers_inside(optimizer)
+        self._is_closed = is_closed(wrappers_inside(optimizer), self._inner_step)
+        self._hooks = hook_tables([optimizer, *inside])
+        self._own_hooks = 2 * len(inside)
+        owners = [optimizer, *inside] if use_masters else []
         self._sharing = entries.Sharing(owners, params)
         managed.add(optimizer)
 
@@ -199,12 +205,13 @@ class OptimizerState:
                 self._skip(report, passes, is_fused=scaled is not None)
                 return None
         given = self._given(scaled, noop) if self._takes_flag else {}
-        is_written = False
+        is_closed = self._is_closed and sum(map(len, self._hooks)) == self._own_hooks
+        is_written, inside = False, None if is_closed else self._watch_inside()
         self._is_stepping = True
         try:
             with casts.off():
-                if given or self._step_check is not None or self._model_check is not None:
-                    result = self._step_given(given, args, kwargs)
+                if given or inside or self._step_check is not None or self._model_check is not None:
+                    result = self._step_given(given, args, kwargs, inside)
                 else:
                     result = self._inner_step(*args, **kwargs)
             is_written = "_scaled_step" in given and bool(given["_scaled_step"].copies)
@@ -213,7 +220,7 @@ class OptimizerState:
             casts.forget_weights()
             if scaled is not None and ledger.fused is not None:
                 ledger.fused.free()
-            ledger.after_step(is_taken=True, is_written=is_written)
+            ledger.after_step(is_taken=True, is_written=is_written, inside=inside)
         return result
 
     def _refuse_step(self, *, has_closure: bool) -> None:
@@ -297,7 +304,13 @@ class OptimizerState:
             return {"_scaled_step": ScaledStep(1.0, noop, copies)}
         return {}
 
-    def _step_given(self, given: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    def _watch_inside(self) -> InsideStep | None:
+        """Watch a step in which code of the program may run, where there are masters."""
+        return InsideStep(self.params) if self.params.weights else None
+
+    def _step_given(
+        self, given: dict[str, Any], args: Any, kwargs: Any, inside: InsideStep | None
+    ) -> Any:
         """The optimizer's own step; watched until one that the host decided changed a master."""
         check = None if given else self._step_check
         watch = self.observer
@@ -309,7 +322,8 @@ class OptimizerState:
         try:
             if optimizer is not None:
                 vars(optimizer).update(given)
-            result = self._inner_step(*args, **kwargs)
+            step = self._inner_step if inside is None else inside.watched(self._inner_step)
+            result = step(*args, **kwargs)
         finally:
             for name in given if optimizer is not None else ():
                 vars(optimizer).pop(name, None)
@@ -322,11 +336,13 @@ class OptimizerState:
         return result
 
     def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        off = casts.off()
+        is_closed = self._is_closed and sum(map(len, self._hooks)) == self._own_hooks
+        off, inside = casts.off(), None if is_closed else self._watch_inside()
 
         def evaluate() -> Any:
-            self.params.write()  # the optimizer may have moved the masters since
-            with off.lifted():
+            if inside is None:
+                self.params.write()  # the optimizer may have moved the masters since
+            with off.lifted(), contextlib.nullcontext() if inside is None else inside.paused():
                 loss = closure()
             self.ledger.collect()
             return loss
@@ -336,12 +352,12 @@ class OptimizerState:
         self._is_stepping = True
         try:
             with off:
-                result = self._step_given({}, (evaluate, *args[1:]), rest)
+                result = self._step_given({}, (evaluate, *args[1:]), rest, inside)
             self.overflow.read([])  # taken
         finally:
             self._is_stepping = False
             casts.forget_weights()
-            self.ledger.after_step(is_taken=True)
+            self.ledger.after_step(is_taken=True, inside=inside)
         return result
 
     def before_inner_step(self, inner: Any, *, has_closure: bool) -> None:
@@ -518,14 +534,16 @@ class Replaced:
 
 def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Torch's optimizers inside of a wrapper, or of a wrapper in it, with the same groups."""
-    found: list[torch.optim.Optimizer] = []
+    found = wrappers_inside(optimizer)[1:]
+    return [inner for inner in found if isinstance(inner, torch.optim.Optimizer)]
+
+
+def wrappers_inside(optimizer: Any) -> list[Any]:
+    """An optimizer, and what has the same groups inside of it."""
     wrappers = [optimizer]
     for wrapper in wrappers:
         for inner in list(getattr(wrapper, "__dict__", {}).values()):
             is_known = any(inner is other for other in wrappers)
-            if is_known or getattr(inner, "param_groups", None) is not optimizer.param_groups:
-                continue
-            wrappers.append(inner)
-            if isinstance(inner, torch.optim.Optimizer):
-                found.append(inner)
-    return found
+            if not is_known and getattr(inner, "param_groups", None) is optimizer.param_groups:
+                wrappers.append(inner)
+    return wrappers

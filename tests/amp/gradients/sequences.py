@@ -90,11 +90,13 @@ OPERATIONS = {  # how often, and arguments
     "read": (1, ["master_params", "model", "amp", "optimizer"]),
     "write": (1, NAMES, [0.5, -0.25]),
     "step": (4, NUMBERS, YES),  # and whether gradients of a skipped one are cleared
+    "hooked_step": (1, NUMBERS, ["pre", "post"], NAMES, [0.5, -0.25]),
     "zero_grad": (1, NUMBERS, YES),
     "zero_model": (1,),
     "edit": (1, NAMES),
 }
 NOT_FUSED = ["bare", "edit", "zero_model"]  # the contract of fused_step refuses them
+HOOKS = ["hooked_step"]  # they run in a step that a device skips, and unscale before a fused one
 
 
 class Sequence:
@@ -225,15 +227,29 @@ class Sequence:
         with torch.no_grad():
             self.of(name).copy_(new)
 
-    def step(self, number, clears=False):
+    def hooked_step(self, number, when, name, value):
+        """A weight is written by a hook, before the update or after it."""
+        optimizer = self.optimizers[number % len(self.optimizers)]
+
+        @torch.no_grad()
+        def hook(*_):
+            self.of(name).view(-1)[0] = value
+
+        handle = getattr(optimizer, f"register_step_{when}_hook")(hook)
+        self.step(number, inside=(when, name, value))
+        handle.remove()
+
+    def step(self, number, clears=False, inside=None):
         number %= len(self.optimizers)
         if self.is_open([number]):
             return
         optimizer = self.optimizers[number]
         frees = optimizer._amp_stash.ledger.state is State.FOR_STEP
         optimizer.step()
-        assert not frees or all(p.grad is None for p in optimizer.param_groups[0]["params"])
-        skipped = self.hand.step(number)
+        left = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+        is_zero = [self.device == "meta" or equal(grad, None) for grad in left]
+        assert not frees or (len(left) <= 1 and all(is_zero))
+        skipped = self.hand.step(number, inside)
         assert self.device == "meta" or amp.stepped(optimizer) == (not skipped)
         self.compare(stepped=True)
         if (skipped and clears) or self.by_contract:

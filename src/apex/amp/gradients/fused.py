@@ -4,8 +4,8 @@ The contract: with ``initialize(fused_step=True)``, or ``FusedSGD(materialize_ma
 ``p.grad`` is scaled between the block and the step. Clip with ``amp.clip_grad_norm_``.
 ``amp.master_params``, step pre-hooks and closures see unscaled, clipped gradients. Collectives
 after the block and writes through ``.data`` are not allowed: amp cannot notice them. Other changes
-are refused, except setting ``.grad`` to ``None``. The step frees the gradients. All this is the
-same on every device.
+are refused, except setting ``.grad`` to ``None``. The step frees the gradients; the smallest one is
+zeros until the next block. All this is the same on every device.
 
 Gradients are read once for finiteness and norm, and once by the update, which multiplies them by
 ``clip / scale`` in registers and writes the 16-bit weights too. Bytes for each parameter in a step
@@ -44,6 +44,9 @@ class FusedGradients:
         self._clip: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
+        self._freed: list[torch.Tensor] = []  # by the last step
+        # What shows how the program clears gradients after it, and its version.
+        self._shows: tuple[torch.Tensor | None, int] = None, 0
 
     def try_to_keep(self, scale: Factor) -> bool:
         """Leave the gradients scaled, if they are such that a fused step can read them so."""
@@ -150,10 +153,30 @@ class FusedGradients:
         return options, self.found_inf if is_dynamic else None
 
     def free(self) -> None:
-        """Free the gradients of what the optimizer steps itself: they are scaled."""
+        """Free the gradients of what the optimizer steps itself: they are scaled.
+
+        The smallest one stays, as zeros: it shows whether the program sets gradients to zeros then,
+        by ``model.zero_grad(set_to_none=False)``, or to ``None``.
+        """
         self._seen = []
-        for weight in self._params.plain:
+        self._freed = [weight for weight in self._params.plain if weight.grad is not None]
+        smallest = min(self._freed, key=torch.numel, default=None)
+        for weight in self._freed:
             weight.grad = None
+        if smallest is not None:
+            smallest.grad = torch.zeros_like(smallest)
+            self._shows = smallest.grad, smallest.grad._version
+
+    def give_zeros(self) -> None:
+        """Give zeros to what a step has freed, if the program has set gradients to zeros since."""
+        freed, self._freed = self._freed, []
+        for smallest in [weight for weight in freed if weight.grad is self._shows[0]]:
+            if smallest.grad._version == self._shows[1]:  # type: ignore[union-attr]
+                smallest.grad = None
+            else:
+                for weight in freed:
+                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        self._shows = None, 0
 
 
 def _traces(grad: torch.Tensor | None) -> Any:

@@ -41,6 +41,7 @@ from apex._program import stacklevel
 from apex.amp.gradients import distributed
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
+from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
@@ -283,8 +284,10 @@ class Ledger:
     def forget_cleared_passes(self) -> None:
         """Forget an overflow whose gradients the program has cleared itself."""
         params = self.params
+        if self.fused is not None:
+            self.fused.give_zeros()
         params.drop_cleared()
-        is_cleared = not (params.has_grads() or any_grad(params.plain))
+        is_cleared = params.are_cleared() and not any_grad(params.plain)
         if is_cleared and distributed.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
@@ -353,8 +356,10 @@ class Ledger:
             return False
         if training.shared and any([one.stash for one in training.co_owners([self])]):
             return False
+        if self.fused is not None:
+            self.fused.give_zeros()
         params.drop_cleared()
-        if any_grad(params.targets) or any_grad(params.tensors):
+        if any_grad(params.plain) or not params.are_cleared():
             return False
         self.left = Left()
         return True
@@ -366,6 +371,8 @@ class Ledger:
 
     def _stash_gradients(self) -> None:
         params, records = self.params, self.params.records
+        if self.fused is not None:
+            self.fused.give_zeros()
         edited, new = params.take_off() if params.weights else (False, [])
         if edited:
             self._warn(_EDITED)
@@ -421,6 +428,7 @@ class Ledger:
             params.clear_before_next_forward()
         if self.stash:
             self.stash.add(params.for_stepped(self.stash))
+            params.keep_untouched(self.stash)
             if shared:
                 params.wait(shared, self.stash)
             self.stash = Stash()
@@ -458,6 +466,8 @@ class Ledger:
     def collect(self) -> None:
         """Bring every gradient to where the optimizer looks for it, unscaled."""
         shared = self.training.shared
+        if self.fused is not None and self.scaled is None:
+            self.fused.give_zeros()
         for ledger in self.with_co_owners() if shared else (self,):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
@@ -475,16 +485,23 @@ class Ledger:
         if self.training.properties.loss_scale != 1.0 and any_grad(self.params.targets):
             self._warn(_SCALED)
 
-    def after_step(self, *, is_taken: bool, is_written: bool = False) -> None:
+    def after_step(
+        self, *, is_taken: bool, is_written: bool = False, inside: InsideStep | None = None
+    ) -> None:
         """Write the masters to the model, unless the step was skipped or has done so itself.
 
-        Free their gradients in any case: ``model.zero_grad()`` cannot reach them.
+        ``inside`` has watched code of the program in it. Free the masters' gradients in any case:
+        ``model.zero_grad()`` cannot reach them.
         """
         params = self.params
         self.is_unreduced = False
         self.is_captured = None
         self.has_stepped, self.steps = True, self.steps + 1
-        if is_written:
+        if inside is not None:
+            inside.finish()
+            if params.drop_cleared():
+                self._warn(_EDITED)
+        elif is_written:
             params.record()
         elif is_taken and params.weights:
             params.write()
@@ -500,6 +517,8 @@ class Ledger:
         if self.left.passes:
             self.left = Left()
         self.is_unreduced = False
+        if self.fused is not None:
+            self.fused.give_zeros()
         if self.params.weights:
             self.params.zero_grad(set_to_none=set_to_none)
 

@@ -1,14 +1,23 @@
 """Pairs of master and model parameters, and the groups of an optimizer, which has such pairs.
 
-**Whoever writes to a master so that its** ``_version`` **or its memory changes writes to its
-weight.** Each write of amp's own is recorded: both versions and both addresses. These are compared
-at each forward of the model, at each step and by ``state_dict``:
+A weight and its master are two tensors. Who writes to one of them writes to the other one too:
 
-* A master that has changed is rounded into its weight. One that ``amp.master_params`` has exposed
-  to the program counts as changed until the next forward.
-* A weight that has changed is taken over: elements that equal the rounded master keep the master.
-* Where both have changed, elements whose weight is within one rounding of the master keep the
-  master. Of the others the weight is taken, with a warning.
+| who has written what | when it is noticed | who wins |
+|---|---|---|
+| a master: in place, other memory | forward, ``state_dict``, step | it is rounded into the weight |
+| a master from ``amp.master_params``, in any way | the next forward | the same |
+| a weight: in place, other memory | forward, ``state_dict``, step | all but the rounded master |
+| both | the same | within one rounding the master, else the weight, with a warning |
+| a weight that is put back before a step | the same | the master has its bits again |
+| a weight, in any way, before the first step | the first step, by value | as above |
+| an optimizer its masters, in any way | the end of its step | they are rounded into the weights |
+| code inside of a step either of them | functions of torch in it, its end | who wrote last |
+| ``load_state_dict`` a weight | at once | the float32 value that was loaded |
+
+Versions and addresses tell what was written: each write of amp's own is recorded with both. They
+are compared at each forward of the model, at each step and by ``state_dict``. "All but the rounded
+master": elements of the weight that equal the rounded master leave the master its low bits. Inside
+of a step see :mod:`~apex.amp.gradients.inside_step`.
 
 A write through ``.data``, NumPy or a collective into a master taken from the groups changes neither
 version nor address. docs/recipes.md has the line that works. As Python overhead dominates a step of
@@ -42,6 +51,7 @@ from apex.ops.lists import unscale
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 Owners = dict[int, set[int]]  # ids of ledgers, by the id of a tensor that they share
+Row = tuple[torch.Tensor, torch.Tensor, Master]  # a weight, its master's tensor, the master
 
 _VERSION = operator.attrgetter("_version")
 _GRAD = operator.attrgetter("grad")
@@ -154,16 +164,17 @@ class Pairs:
         self.masters = [master for _, master in both]
         self.tensors = [master.tensor for _, master in both]
         self.exposed = self.are_freed = False
-        self._rows = list(zip(self.weights, self.tensors, self.masters, strict=True))
+        self.rows = list(zip(self.weights, self.tensors, self.masters, strict=True))
         self._all = [*self.weights, *self.tensors]
         self._seen: tuple[Any, ...] = ()  # versions and addresses that the masters have recorded
         self._number = -1  # of the last record then
         self._kept = KeptGradients()
+        self._zeros: dict[int, tuple[torch.Tensor, int]] = {}  # by id of a weight, and versions
 
     def without(self, done: set[int]) -> Pairs:
         """Those whose weight's id is not in ``done``."""
         return Pairs(
-            [(weight, master) for weight, _, master in self._rows if id(weight) not in done]
+            [(weight, master) for weight, _, master in self.rows if id(weight) not in done]
         )
 
     # -- values --------------------------------------------------------------------------------
@@ -215,7 +226,7 @@ class Pairs:
             return
         rounded: list[Any] = []
         with torch.no_grad():
-            for row, seen in zip(self._rows, seen_rows, strict=True):
+            for row, seen in zip(self.rows, seen_rows, strict=True):
                 weight, tensor, master = row
                 is_written = master.recorded[_MASTER] != seen[_MASTER]
                 counts_as_written = is_written or _EXPOSED in master.recorded
@@ -247,7 +258,25 @@ class Pairs:
 
     def are_equal(self) -> bool:
         """Whether every weight is its rounded master."""
-        return all(is_rounded(weight, tensor) for weight, tensor, _ in self._rows)
+        return all(is_rounded(weight, tensor) for weight, tensor, _ in self.rows)
+
+    def changes(self) -> list[tuple[bool, bool]]:
+        """Whether the weight, and the master, of each row was written since it was recorded."""
+        both = zip(self._by_pair(self._now()), self.masters, strict=True)
+        return [
+            (
+                seen[_WEIGHT] != master.recorded[_WEIGHT],
+                seen[_MASTER] != master.recorded[_MASTER] or _EXPOSED in master.recorded,
+            )
+            for seen, master in both
+        ]
+
+    def take(self) -> None:
+        """Take over what was written into the weights, after what was written to masters."""
+        for weight, _, master in self.rows:
+            master.refresh(weight)
+            master.before = None
+        self.record()
 
     def write(self) -> None:
         """Round every master into its weight."""
@@ -279,7 +308,7 @@ class Pairs:
             The gradients, their copies, and those copies that are still to be added to a master's
             gradient, with its tensor.
         """
-        rows, grads = self._rows, list(map(_GRAD, self.weights))
+        rows, grads = self.rows, list(map(_GRAD, self.weights))
         kinds = set(map(type, grads))
         if type(None) in kinds:
             rows = [row for row, grad in zip(rows, grads, strict=True) if grad is not None]
@@ -310,7 +339,7 @@ class Pairs:
 
     def mark_taken(self) -> None:
         """Note the weights' gradients as taken by a step."""
-        for weight, _, master in self._rows:
+        for weight, _, master in self.rows:
             grad = weight.grad
             if grad is not None:
                 master.taken, master.taken_version = grad, grad._version
@@ -321,7 +350,8 @@ class Pairs:
         Returns what :meth:`drop_cleared` does, and those that no master has taken yet.
         """
         edited = self.drop_cleared()
-        rows = [row for row in self._rows if row[0].grad is not None]
+        self._zeros.clear()
+        rows = [row for row in self.rows if row[0].grad is not None]
         new = [(weight, weight.grad) for weight, _, master in rows if master.taken is None]
         for weight, _, _ in rows:
             weight.grad = None
@@ -340,7 +370,7 @@ class Pairs:
         """
         if self.are_freed:
             return False
-        rows = [row for row in self._rows if row[2].taken is not None]
+        rows = [row for row in self.rows if row[2].taken is not None]
         left = [row for row in rows if row[0].grad is not None]
         written, edited = [], False
         for weight, tensor, master in rows:
@@ -355,9 +385,36 @@ class Pairs:
             return edited
         if edited or not zeros or len(written) < len(left) or any_nonzero(written):
             return True
-        for weight, tensor, master in left:
-            weight.grad = tensor.grad = master.taken = None
+        self._leave_zeros(left)
         return False
+
+    def _leave_zeros(self, rows: Sequence[Row]) -> None:
+        """Leave zeros on weights for the next step: momentum and decay move the weights then."""
+        for weight, tensor, master in rows:
+            grad = weight.grad
+            assert grad is not None
+            self._zeros[id(weight)] = grad, grad._version
+            tensor.grad = master.taken = None
+
+    def are_cleared(self) -> bool:
+        """Whether neither weights nor masters have gradients, but for zeros in place of others."""
+        if any_grad(self.tensors):
+            return False
+        for weight in self.weights:
+            grad, zeros = weight.grad, self._zeros.get(id(weight))
+            if grad is not None and (
+                zeros is None or zeros[0] is not grad or zeros[1] != grad._version
+            ):
+                return False
+        return True
+
+    def keep_untouched(self, stash: Values) -> None:
+        """Leave gradients of before a block on weights that it has not reached, as torch does."""
+        for weight, _, master in self.rows:
+            grad = stash.get(weight)
+            if grad is not None and weight.grad is None:
+                weight.grad = master.taken = grad
+                master.taken_version = grad._version
 
     def take_new(self, owners: Owners) -> bool:
         """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
@@ -368,7 +425,7 @@ class Pairs:
         Returns what :meth:`drop_cleared` does.
         """
         is_changed = has_new = False
-        for weight, tensor, master in self._rows:
+        for weight, tensor, master in self.rows:
             grad, taken = weight.grad, master.taken
             if taken is not None:
                 is_changed |= grad is not taken or grad._version != master.taken_version
@@ -389,14 +446,9 @@ class Pairs:
 
     def wait(self, owners: Owners, weights: Container[torch.Tensor]) -> None:
         """Keep the gradients of ``weights`` until every optimizer that shares them has stepped."""
-        for weight, tensor, master in self._rows:
+        for weight, tensor, master in self.rows:
             if weight in weights:
                 master.waiting = set(owners.get(id(tensor), ()))
-
-    def has_grads(self) -> bool:
-        """Whether a master has a gradient, or a weight one that its master has not taken."""
-        new = [w.grad is not None and m.taken is None for w, _, m in self._rows]
-        return any(new) or any_grad(self.tensors)
 
     def match_requires_grad(self) -> None:
         """Let masters require gradients where their weights do."""
@@ -407,12 +459,23 @@ class Pairs:
     def clear_taken(self) -> None:
         """Clear the weights' gradients that masters have taken, edited ones too."""
         self.drop_cleared()
-        for weight, _, master in self._rows:
-            if master.taken is not None:
-                weight.grad = master.taken = None
+        rows = [row for row in self.rows if row[2].taken is not None]
+        grads = [
+            grad
+            for weight, _, master in rows
+            if (grad := weight.grad) is master.taken
+            and grad is not None
+            and grad._version != master.taken_version
+        ]
+        if grads and len(grads) == len(rows) and not any_nonzero([stored_values(g) for g in grads]):
+            self._leave_zeros(rows)
+            return
+        for weight, _, master in rows:
+            weight.grad = master.taken = None
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear all gradients, but with ``set_to_none=False`` zero those on weights."""
+        self._zeros.clear()
         for master in self.masters:
             master.taken = None
         if set_to_none:
@@ -432,7 +495,7 @@ class Pairs:
                 tensor.grad = None
             self.are_freed = True
             return
-        for _, tensor, master in self._rows:
+        for _, tensor, master in self.rows:
             master.waiting.discard(stepped)
             if not master.waiting:
                 tensor.grad = None
@@ -503,7 +566,7 @@ class Parameters(Pairs):
                 stepped.append(params[index])
                 targets.append(target)
         self._remember(stepped, targets)
-        new = [(weight, master) for weight, _, master in self._rows if master.recorded[0] is None]
+        new = [(weight, master) for weight, _, master in self.rows if master.recorded[0] is None]
         Pairs(new).record()
         self._changed()
 
