@@ -8,6 +8,7 @@ from accelerate.utils import set_seed
 
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
+from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
 
 CLIP = 0.5
 PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
@@ -96,3 +97,80 @@ def test_saved_state_resumes_to_the_bit(tmp_path, precision):
     other.accelerator.load_state(str(tmp_path))
     found = other.train(epochs=2), other.model.state_dict()
     assert_equal(found, wanted)
+
+
+# -- apex check ------------------------------------------------------------------------------------
+
+LOOP = """
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+AcceleratorState._reset_state(reset_partial_state=True)
+accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+accelerator.native_amp = True  # as on a GPU
+accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+opt = torch.optim.AdamW(net.parameters(), lr=1e-4)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 12)
+x = torch.randn(192, 8)
+data = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+net, opt, loader, schedule = accelerator.prepare(net, opt, loader, schedule)
+for x, y in loader:
+    with accelerator.accumulate(net):
+        accelerator.backward(F.cross_entropy(net(x).float(), y))
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(net.parameters(), 0.1)
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+accelerator.save_state("state")
+"""
+CLIPS = "nn.utils.clip_grad_norm_(net.parameters(), 0.1)"
+MISTAKES = {
+    "clipping that does not unscale": changed(
+        LOOP,
+        "clip-before-unscale",
+        "the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 9.8e-05 and not 0.1",
+        CLIPS,
+        ("accelerator.clip_grad_norm_(net.parameters(), 0.1)", f"{TRUE}\n            {CLIPS}"),
+    ),
+    "weights in bfloat16": changed(
+        LOOP,
+        "update-lost",
+        "of the bfloat16 weights with a gradient did not move",
+        "opt.step()",
+        ('mixed_precision="fp16"', 'mixed_precision="no"'),
+        ("native_amp = True", "native_amp = False"),
+        ("accelerator.scaler = torch", "_ = torch"),
+        ("net(x)", "net(x.bfloat16())"),
+        ("nn.Linear(32, 4))", "nn.Linear(32, 4)).bfloat16()"),
+    ),
+    "a schedule that is not prepared": changed(
+        LOOP,
+        "scheduler-counts-skipped",
+        "steps had been skipped: the learning rate was",
+        "schedule.step()",
+        ("2.0**10", "2.0**32"),
+        ("loader, schedule = accelerator", "loader, _ = accelerator"),
+        ("gradient_accumulation_steps=2", "gradient_accumulation_steps=1"),
+    ),
+    "a checkpoint without the scaler": changed(
+        LOOP,
+        "scaler-not-saved",
+        "the scale is 8192 now; a run that resumes starts at 1024: 3 doublings are lost",
+        'torch.save([opt.state_dict(), schedule.state_dict()], "state.pt")',
+        (
+            'accelerator.save_state("state")',
+            'torch.save([opt.state_dict(), schedule.state_dict()], "state.pt")',
+        ),
+    ),
+}
+
+
+def test_apex_check_is_silent_for_a_healthy_loop(check):  # noqa: F811
+    assert len(check.is_silent(Planted("", LOOP, {}).program())) > 100
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_apex_check_finds(check, mistake):  # noqa: F811
+    check.finds(MISTAKES[mistake])

@@ -7,6 +7,7 @@ from lightning_fabric.plugins.precision import MixedPrecision
 
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
+from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
 
 CLIP = 0.25
 
@@ -93,3 +94,69 @@ def test_saved_state_resumes_to_the_bit(tmp_path, precision):
     fabric.load(tmp_path / "state", {"model": model, "optimizer": optimizer})
     found = train(fabric, model, optimizer, products), model.state_dict()
     assert_equal(found, wanted)
+
+
+# -- apex check ------------------------------------------------------------------------------------
+
+LOOP = """
+from lightning_fabric import Fabric
+from lightning_fabric.plugins.precision import MixedPrecision
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+fabric = Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler))
+net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+opt = torch.optim.AdamW(net.parameters(), lr=1e-4)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 12)
+net, opt = fabric.setup(net, opt)
+ema = [p.detach().float().clone() for p in net.parameters()]
+for step in range(12):
+    x = torch.randn(16, 8)
+    fabric.backward(F.cross_entropy(net(x), x[:, :4].argmax(1)))
+    fabric.clip_gradients(net, opt, max_norm=0.1)
+    opt.step()
+    schedule.step()
+    opt.zero_grad()
+    for slow, fast in zip(ema, net.parameters()):
+        slow.lerp_(fast.detach().to(slow.dtype), 0.01)
+state = {"net": net, "opt": opt, "schedule": schedule, "scaler": scaler}
+fabric.save("state.ckpt", state)
+"""
+CLIPS = "nn.utils.clip_grad_norm_(net.parameters(), 0.1)"
+MISTAKES = {
+    "clipping that does not unscale": changed(
+        LOOP,
+        "clip-before-unscale",
+        "the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 9.8e-05 and not 0.1",
+        CLIPS,
+        ("fabric.clip_gradients(net, opt, max_norm=0.1)", f"{TRUE}\n    {CLIPS}"),
+    ),
+    "weights in bfloat16": changed(
+        LOOP,
+        "update-lost",
+        "of the bfloat16 weights with a gradient did not move",
+        "opt.step()",
+        ('plugins=MixedPrecision("16-mixed", "cpu", scaler)', 'precision="bf16-true"'),
+    ),
+    "an average in bfloat16": changed(
+        LOOP,
+        "sum-in-16-bits",
+        "of its elements did not move at an update that is not 0, in",
+        "slow.lerp_(fast.detach().to(slow.dtype), 0.01)",
+        (".float().clone()", ".bfloat16()"),
+    ),
+    "a checkpoint without the scaler": changed(
+        LOOP,
+        "scaler-not-saved",
+        "the scale is 8192 now; a run that resumes starts at 1024: 3 doublings are lost",
+        'fabric.save("state.ckpt", state)',
+        (', "scaler": scaler}', "}"),
+    ),
+}
+
+
+def test_apex_check_is_silent_for_a_healthy_loop(check):  # noqa: F811
+    assert len(check.is_silent(Planted("", LOOP, {}).program())) > 100
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_apex_check_finds(check, mistake):  # noqa: F811
+    check.finds(MISTAKES[mistake])

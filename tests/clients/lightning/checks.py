@@ -7,6 +7,7 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 
 from apex import debug
 from tests.checkpoints import assert_equal
+from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
 from tests.clients.documented import callback
 
 STEPS = 20
@@ -82,3 +83,103 @@ def test_a_healthy_training_has_no_report_and_the_same_weights(precision):
     watched = train(torch.nn.ReLU(), precision, [explain])
     assert (explain.watch.report, explain.watch.steps) == (None, STEPS)
     assert_equal(watched.state_dict(), train(torch.nn.ReLU(), precision).state_dict())
+
+
+# -- apex check ------------------------------------------------------------------------------------
+
+LOOP = """
+import pytorch_lightning
+from pytorch_lightning.plugins.precision import MixedPrecision
+
+class Network(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+
+    def training_step(self, batch, number):
+        x, y = batch
+        loss = F.cross_entropy(self.layers(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        opt = torch.optim.AdamW(self.parameters(), lr=1e-4)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 12)
+        return [opt], [{"scheduler": schedule, "interval": "step"}]
+
+class Average(pytorch_lightning.Callback):
+    def on_fit_start(self, trainer, net):
+        self.ema = [p.detach().float().clone() for p in net.parameters()]
+
+    def on_after_backward(self, trainer, net):
+        pass
+
+    def on_train_batch_end(self, trainer, net, *_):
+        for slow, fast in zip(self.ema, net.parameters()):
+            slow.lerp_(fast.detach().to(slow.dtype), 0.01)
+
+x = torch.randn(192, 8)
+data = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+loader = torch.utils.data.DataLoader(data, batch_size=16)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+trainer = pytorch_lightning.Trainer(
+    accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=0.1, callbacks=[Average()],
+    plugins=MixedPrecision("16-mixed", "cpu", scaler),
+    logger=False, enable_progress_bar=False, enable_model_summary=False,
+)
+net = Network()
+trainer.fit(net, loader)
+"""
+CLIPS = "nn.utils.clip_grad_norm_(net.parameters(), 0.1)"
+BY_HAND = """
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(opt, 0.1, "norm")
+        opt.step()
+"""
+MISTAKES = {
+    "a callback that clips before the plug-in unscales": changed(
+        LOOP,
+        "clip-before-unscale",
+        "the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 9.8e-05 and not 0.1",
+        CLIPS,
+        ("        pass", f"        {TRUE}\n        {CLIPS}"),
+    ),
+    # Its own method does not unscale in a loop by hand.
+    "clipping in manual optimization": changed(
+        LOOP,
+        "clip-before-unscale",
+        "clipped to 9.8e-05 and not 0.1",
+        'self.clip_gradients(opt, 0.1, "norm")',
+        ("        return loss", BY_HAND),
+        (
+            "        super().__init__()",
+            "        super().__init__()\n        self.automatic_optimization = False",
+        ),
+        ("gradient_clip_val=0.1, ", ""),
+    ),
+    "weights in bfloat16": changed(
+        LOOP,
+        "update-lost",
+        "of the bfloat16 weights with a gradient did not move",
+        "trainer.fit(net, loader)",
+        ('plugins=MixedPrecision("16-mixed", "cpu", scaler)', 'precision="bf16-true"'),
+    ),
+    "an average in bfloat16": changed(
+        LOOP,
+        "sum-in-16-bits",
+        "of its elements did not move at an update that is not 0, in",
+        "slow.lerp_(fast.detach().to(slow.dtype), 0.01)",
+        (".float().clone()", ".bfloat16()"),
+    ),
+}
+
+
+def test_apex_check_is_silent_for_a_healthy_loop(check):  # noqa: F811
+    assert len(check.is_silent(Planted("", LOOP, {}).program())) > 100
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_apex_check_finds(check, mistake):  # noqa: F811
+    check.finds(MISTAKES[mistake])

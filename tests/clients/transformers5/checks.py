@@ -15,6 +15,7 @@ from apex import _fused_layers, amp
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
+from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
 from tests.clients.documented import callback
 from tests.test_patch import *  # noqa: F403
 from tests.test_patch import made, tokens
@@ -135,3 +136,83 @@ def test_classes_are_those_that_are_known():
     apex.patch(model)
     assert type(model.model.layers[0].self_attn.q_norm) is _fused_layers.RMSNorm
     amp.reset()
+
+
+# -- apex check ------------------------------------------------------------------------------------
+
+LOOP = """
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback
+from transformers import TrainingArguments
+
+class Average(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.ema = {name: one.float().clone() for name, one in model.state_dict().items()}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for name, one in model.state_dict().items():
+            self.ema[name].lerp_(one.to(self.ema[name].dtype), 0.01)
+
+class Own(Trainer):
+    def training_step(self, model, *args, **kwargs):
+        loss = super().training_step(model, *args, **kwargs)
+        return loss
+
+net = LlamaForCausalLM(LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
+))
+rows = (torch.arange(32)[:, None] + torch.arange(12)) % 32
+trainer = Own(
+    model=net,
+    args=TrainingArguments(
+        "out", max_steps=12, per_device_train_batch_size=8, use_cpu=True, report_to="none",
+        disable_tqdm=True, save_steps=6, seed=1, learning_rate=1e-4, max_grad_norm=0.1,
+        lr_scheduler_type="cosine", dataloader_pin_memory=False, fp16=True,
+    ),
+    train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    callbacks=[Average()],
+)
+trainer.remove_callback(PrinterCallback)  # which prints how long it took
+trainer.accelerator.native_amp = True  # as on a GPU
+trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+trainer.train()
+"""
+CLIPS = "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+MISTAKES = {
+    "a training_step that clips before the Trainer unscales": changed(
+        LOOP,
+        "clip-before-unscale",
+        "the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 9.8e-05 and not 0.1",
+        CLIPS,
+        (
+            "        return loss",
+            f"        {TRUE}\n        {CLIPS}\n        return loss",
+        ),
+    ),
+    "weights in bfloat16": changed(
+        LOOP,
+        "update-lost",
+        "of the bfloat16 weights with a gradient did not move",
+        "trainer.train()",
+        ("\n))\nrows", "\n)).bfloat16()\nrows"),
+        ("fp16=True", "bf16=True"),
+        ("trainer.accelerator.native_amp = True", "pass"),
+        ("trainer.accelerator.scaler = ", ""),
+    ),
+    "an average in bfloat16": changed(
+        LOOP,
+        "sum-in-16-bits",
+        "of its elements did not move at an update that is not 0, in",
+        "self.ema[name].lerp_(one.to(self.ema[name].dtype), 0.01)",
+        (".float().clone()", ".bfloat16()"),
+    ),
+}
+
+
+def test_apex_check_is_silent_for_a_healthy_loop(check):  # noqa: F811
+    assert len(check.is_silent(Planted("", LOOP, {}).program())) > 100
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_apex_check_finds(check, mistake):  # noqa: F811
+    check.finds(MISTAKES[mistake])

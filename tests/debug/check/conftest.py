@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from apex import amp
+from apex._mistakes import KINDS
 from tests.debug.in_process import main
 
 
@@ -36,6 +37,28 @@ class Check:
             self.code = main(["check", "--json", str(file), *words])
             self.out, self.err = self.capsys.readouterr()
         return json.loads(file.read_text()) if file.exists() else None
+
+    def finds(self, planted):
+        """Check that a mistake alone is found, at its line and with its number."""
+        true, output = self.plainly(planted.program(true=True))
+        found = self(planted.program())
+        assert [(one["kind"], one["line"]) for one in found["found"]] == [
+            (planted.kind, planted.line())
+        ]
+        (one,) = found["found"]
+        true = true[one["first_step"]] if isinstance(true, dict) else true
+        assert planted.measured.format(*true) in one["measured"]
+        assert one["fix"] == KINDS[planted.kind].fix
+        assert (self.code, found["status"]) == (3, "found")
+        assert (found["exit"], self.out) == ((1, "") if planted.fails else (0, output))
+
+    def is_silent(self, text):
+        """Check that nothing is found in a script; return what it prints, as in a plain run."""
+        _, output = self.plainly(text)
+        found = self(text)
+        assert (found["found"], self.code, found["failed_rules"]) == ([], 0, [])
+        assert self.out == output
+        return output
 
     def plainly(self, text):
         """Run a script as it is, up to its error; return its ``true`` and stdout."""

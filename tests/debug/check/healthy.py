@@ -88,6 +88,55 @@ HEALTHY = {
     "stochastic": network(STOCHASTIC),
     **{f"fused_adam_{name}": ours(name) for name in ("low_bits", "kahan", "stochastic")},
     **{f"amp_{level}": amp(level) for level in ("O1", "O2", "O4", "O5")},
+    "optimizer_that_skips_what_is_not_finite": network("""
+class Skips(torch.optim.SGD):
+    def step(self):
+        if all(bool(p.grad.isfinite().all()) for p in self.param_groups[0]["params"]):
+            super().step()
+opt = Skips(net.parameters(), lr=0.5, momentum=0.9)
+""", backward="(loss * (float('inf') if step % 2 else 1)).backward()"),
+    # The weights become NaN with a batch norm in float16: what says why is apex debug.
+    "amp_O3_of_a_loss_that_becomes_inf": """
+from apex import amp
+net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+net, opt = amp.initialize(net, opt, opt_level="O3", verbosity=0)
+for step in range(6):
+    x = torch.randn(16, 8)
+    loss = F.mse_loss(net(x).float(), x[:, :1]) * (float("inf") if step == 2 else 1)
+    opt.zero_grad()
+    with amp.scale_loss(loss, opt) as scaled_loss:
+        scaled_loss.backward()
+    opt.step()
+""",
+    "amp_beside_a_model_without_it": """
+from apex import amp
+one, two = net = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+both = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, two)]
+one, opt = amp.initialize(one, both[0], opt_level="O2", verbosity=0)
+for step in range(6):
+    x = torch.randn(16, 8)
+    loss = F.mse_loss(one(x).float(), x[:, :1])
+    F.mse_loss(two(x), x[:, 1:2]).backward()
+    with amp.scale_loss(loss, opt) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in both:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "amp_init_of_two_models": """
+from apex import amp
+handle = amp.init()
+one, two = net = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 1)])
+opts = [handle.wrap_optimizer(torch.optim.Adam(net.parameters(), 1e-3)) for net in (one, two)]
+for step in range(6):
+    fake = one(torch.randn(16, 8))
+    for opt, x in zip(opts, (fake, fake.detach())):
+        with opt.scale_loss(F.mse_loss(two(x).float(), torch.ones(16, 1))) as scaled_loss:
+            scaled_loss.backward()  # the first one writes gradients of both
+        opt.step()
+        opt.zero_grad()
+""",
     "rate_of_zero": network(
         "opt = torch.optim.SGD(net.parameters(), lr=0.5)\n"
         "schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.0)"

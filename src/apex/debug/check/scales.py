@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from apex.debug.check.facts import CheckRule, Facts, Mark, scale_of
+from apex.debug.check.facts import CheckRule, Facts, Mark, key_of, scale_of
 from apex.debug.check.finding import Place
 from apex.debug.check.values import FunctionCall
 from apex.debug.tracing import key_of as memory_of
@@ -224,16 +224,26 @@ class Amp(CheckRule):
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts)
         self._outside: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
+        self._before: dict[Any, list[Any]] = {}  # by optimizer: gradients before a backward
+        self._at: Place | None = None  # of that
 
     def _managed(self) -> list[tuple[Any, Any]]:
         some = list(self.facts.optimizers)
         return [(one, one._amp_stash) for one in some if hasattr(one, "_amp_stash")]
 
     def backward_begins(self, roots: list[Any], scales: set[float | None], at: Place) -> None:
-        """Note a backward outside of a block."""
-        for optimizer, state in self._managed():
-            if state.ledger.state.name == "UNSCALED" and self.facts.low and scales == {None}:
-                self._outside[optimizer] = at
+        """Note the gradients before a backward outside of a block."""
+        states = {state.ledger.state.name for _, state in self._managed()}
+        is_bare = self.facts.low and scales == {None} and "OPEN" not in states
+        self._at, bare = at, self._managed() if is_bare else []
+        self._before = {one: _grads(state) for one, state in bare}
+
+    def backward_ends(self, written: list[torch.Tensor]) -> None:
+        """Note whose gradients it wrote: those of the weights, where masters are stepped."""
+        for optimizer, grads in self._before.items():
+            if _grads(optimizer._amp_stash) != grads and self._at:
+                self._outside[optimizer] = self._at
+        self._before = {}
 
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Say that its gradients are stepped."""
@@ -253,6 +263,10 @@ class Amp(CheckRule):
                 text = f"the masters' gradients have the norm {torch.stack(norms).norm():.4g} "
                 text += f"after it, and the limit is {limit:g}"
                 self.facts.tell("clip-of-model-gradients", text)
+
+
+def _grads(state: Any) -> list[Any]:
+    return [key_of(weight) for weight in state.params.weights]
 
 
 RULES = (Scaled, Clipping, Amp)

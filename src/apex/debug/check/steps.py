@@ -39,7 +39,7 @@ class NotFinite(CheckRule):
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Look at the gradients."""
         facts, low = self.facts, [one for one in params if is_low(one)]
-        self._finite = [one for one in low if _finite(one)]
+        self._finite = [one for one in low if _finite(one) and _finite(one.grad)]
         checked = facts.inside is optimizer or hasattr(optimizer, "_amp_stash")
         explained = facts.has("overflow-in-16-bits", "update-not-finite", "scaled-step")
         if checked or explained or not self._sees_float16:
@@ -66,7 +66,7 @@ class NotFinite(CheckRule):
         self.facts.tell("update-not-finite", text, size=bad, sentence=sentence)
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def _finite(tensor: Any) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
 
 
@@ -106,7 +106,7 @@ class Lost(CheckRule):
         for param in [one for group in moving for one in group if one.grad is not None]:
             state, low = _state(optimizer, param), is_low(param)
             old = {name: one.clone() for name, one in state.items() if low or is_low(one)}
-            if low or old or not state:
+            if (low or old or not state) and _finite(param.grad):
                 weight = param.detach().clone() if low else None
                 self._before.append((param, weight, param.grad.detach().clone(), old))
 

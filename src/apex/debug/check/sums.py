@@ -279,7 +279,7 @@ class Statistics(CheckRule):
             return
         now = var.double()
         exact = self._exact.get(module, now)
-        inf = int((~torch.isfinite(now)).sum())
+        inf = int((~torch.isfinite(now) & torch.isfinite(exact)).sum())
         off = float(((now - exact).abs() / exact.abs().clamp_min(1e-12)).max())
         if inf or off >= 0.01:
             text = f"running variances were off by up to {100 * off:.3g} %"
