@@ -459,7 +459,7 @@ class _Operators:
     """What computes an operator's function: the operators themselves, below autograd."""
 
     def __init__(self, of: op, keys: Any) -> None:
-        self.operator, self.keys = of.operator, keys & private.after_autograd_keyset
+        self.operator, self.keys = of.operator, private.after_autograd_keyset & keys
         self.more: Sequence[torch.Tensor] = ()  #: The results besides ``y``.
 
     def forward(self, *args: Any) -> Any:
