@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from apex.catalogue.tolerance import roundings
 from apex.normalization import fused_layer_norm as norms
-from apex.selftest.tolerance import roundings
 from tools import quiet_without_reader
 
 MEANS = (0, 1, 3, 10, 30, 100, 1000)

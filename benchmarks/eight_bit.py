@@ -11,22 +11,15 @@ import argparse
 import os
 import statistics
 from functools import partial
-from typing import Any
 
 import torch
 
-from apex import optimizers
+from apex.catalogue import optimizers as catalogue
 from benchmarks.turns import ratio, take_turns, timed
 from tools import quiet_without_reader
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "FusedAdam": {},
-    "FusedLAMB": {},
-    "FusedLion": {},
-    "FusedSGD": {"lr": 0.1, "momentum": 0.9},
-    "FusedAdagrad": {},
-    "FusedNovoGrad": {},
-}
+# Muon's directions and not its moments take the time.
+NAMES = [name for name in catalogue.WITH_8_BITS if name != "FusedMuon"]
 
 
 def made(name: str, state: str, shapes: list[tuple[int, int]]) -> torch.optim.Optimizer:
@@ -35,9 +28,7 @@ def made(name: str, state: str, shapes: list[tuple[int, int]]) -> torch.optim.Op
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for param in params:
         param.grad = torch.randn(param.shape)
-    optimizer: torch.optim.Optimizer = getattr(optimizers, name)(
-        params, state=state, **OPTIMIZERS[name]
-    )
+    optimizer: torch.optim.Optimizer = catalogue.makers(state=state)[name](params)
     optimizer.step()
     return optimizer
 
@@ -53,7 +44,7 @@ def main() -> None:
     weights = args.rows * args.columns * args.tensors
     print(f"{weights / 1e6:.1f} million weights; load {os.getloadavg()[0]:.1f}")
     print("a weight:       float32 ns  8 bits ns  ratio [quartiles]   bytes  8 bits")
-    for name in OPTIMIZERS:
+    for name in NAMES:
         sides = {state: made(name, state, shapes) for state in ("plain", "8bit")}
         ways = {state: partial(timed, side.step) for state, side in sides.items()}
         turns = take_turns(ways, args.rounds)

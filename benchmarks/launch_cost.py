@@ -46,10 +46,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+from apex.catalogue.ops import OPS
 from apex.kernels._plans import Family
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from apex.selftest.catalogue.ops import OPS
 from benchmarks import stand_in
 from benchmarks.turns import one_core, ratio, take_turns, timed
 from tests import passes

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from apex import optimizers
+from apex.catalogue.tolerance import ROUNDINGS, roundings
 from apex.contrib.clip_grad import clip_grad_norm_
-from apex.selftest.tolerance import ROUNDINGS, roundings
 from benchmarks.turns import one_core, ratio, take_turns, timed
 from tools import quiet_without_reader
 

@@ -25,8 +25,8 @@ from unittest import mock
 
 import torch
 
+from apex.catalogue.ops import OPS
 from apex.ops import _runtime
-from apex.selftest.catalogue.ops import OPS
 from benchmarks import stand_in
 from benchmarks.turns import one_core, ratio, take_turns, timed
 from tools import quiet_without_reader

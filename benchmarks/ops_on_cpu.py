@@ -6,7 +6,7 @@ logits, as a program of two functions does: float32 is "more exact" there, and n
 turn in one process; timed is the CPU time of one thread. A ratio is the median of the ratios of
 neighbouring runs, ours over theirs: below 1 ours is faster. "over" marks the rows above the rule:
 1.10 of theirs and 6 us forward, 12 us with backward. The operations, their inputs and the
-expressions are those of `apex.selftest.catalogue`.
+expressions are those of `apex.catalogue`.
 
     python -m benchmarks.ops_on_cpu [--seconds 0.3] [NAME ...]      # rotary layer_norm ...
 """
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.selftest.catalogue.entry import DTYPES, Function, Op, Shape
-from apex.selftest.catalogue.ops import OPS
+from apex.catalogue.entry import DTYPES, Function, Op, Shape
+from apex.catalogue.ops import OPS
 from apex.transformer.enums import AttnMaskType
 from apex.transformer.functional import FusedScaleMaskSoftmax
 from benchmarks.turns import ratio, take_turns, timed

@@ -194,7 +194,7 @@ def scaled_step():
 
 def peers():
     """What the report times optimizers beside."""
-    from apex.selftest.catalogue.peers import foreach_lamb, foreach_novograd
+    from apex.catalogue.peers import foreach_lamb, foreach_novograd
 
     params = [_normal(5, 3, seed=n) for n in range(3)]
     steps = (

@@ -26,7 +26,8 @@ FEATURES = {  # of tests/private_features.py -> names in apex._compat.private th
     "is_functorch_wrapped_tensor len_torch_dispatch_stack get_tracing_state silu "
     "cross_entropy_loss softmax_backward_data",
     "many_gradients": "is_legacy_batchedtensor is_batchedtensor",
-    "operators": "SetExcludeDispatchKeyGuard",
+    "operators": "SetExcludeDispatchKeyGuard AutoDispatchBelowAutograd after_autograd_keyset "
+    "any_requires_grad",
     "launched": "cuda_getDevice",
     "embedding_in_parallel": "assert_async",
     "parallel_checkpoint": "is_checkpoint_valid",

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from apex.catalogue.ops import OPS
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-from apex.selftest.catalogue.ops import OPS
 from apex.transformer.functional import fused_apply_rotary_pos_emb, fused_softmax
 
 CALLS = [op for op in OPS if op.checked.small and op.name != "layer_norm, fast"]  # makes a layer

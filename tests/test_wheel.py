@@ -40,7 +40,7 @@ print(cli.main(["info"]))
 
 
 PACKAGES = """
-RNN _compat amp bench cli contrib debug fp16_utils fused_dense hub info kernels mlp
+RNN _compat amp bench catalogue cli contrib debug fp16_utils fused_dense hub info kernels mlp
 multi_tensor_apply normalization ops optimizers parallel reparameterization selftest transformer
 """  # by name: a folder that pyproject.toml has forgotten is left out without a word
 

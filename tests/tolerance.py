@@ -2,8 +2,8 @@
 
 import torch
 
-from apex.selftest import tolerance
-from apex.selftest.tolerance import ROUNDINGS, errors_in_eps, rms, roundings, ulps
+from apex.catalogue import tolerance
+from apex.catalogue.tolerance import ROUNDINGS, errors_in_eps, rms, roundings, ulps
 
 GROUP_NORM = tolerance.GROUP_NORM
 PRODUCTS = tolerance.PRODUCTS

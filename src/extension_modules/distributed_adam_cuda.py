@@ -65,7 +65,7 @@ def multi_tensor_fused_adam_with_param_remainders(
     """``[param, remainder, exp_avg, exp_avg_sq, grad, out]``: one step of float32 weights.
 
     Their upper halves are in ``param``, bfloat16, and the 16 low bits in ``remainder``, int16; see
-    :func:`apex.ops.lists.storage.split`. ``out``, bfloat16, gets the new upper halves.
+    :func:`apex.ops.lists.storage.split_bits`. ``out``, bfloat16, gets the new upper halves.
     """
     lists = [*tensor_lists]
     if len(lists) > 1:

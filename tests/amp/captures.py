@@ -6,19 +6,15 @@ import torch
 from torch import nn
 
 from apex import amp, optimizers
+from apex.catalogue.optimizers import makers
 from tests.amp.training import started
 
 STATIC = 64.0
+# `eps` is one that float16 holds.
 MAKERS = {
-    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=2**-7, momentum=0.9, dampening=0.1),
-    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=2**-7),
+    **makers(lr=2**-7, eps=1e-4),
     "FusedAdam_capturable": lambda p: optimizers.FusedAdam(p, lr=2**-7, capturable=True),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=2**-7),
     "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=2**-7),
-    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=2**-7),
-    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=2**-7, eps=1e-4),
-    "FusedLion": lambda p: optimizers.FusedLion(p, lr=2**-10),
-    "FusedMuon": lambda p: optimizers.FusedMuon(p, lr=2**-7),
     "torch_SGD": lambda p: torch.optim.SGD(p, lr=2**-7, momentum=0.9, fused=True),
     "torch_AdamW": lambda p: torch.optim.AdamW(p, lr=2**-7, eps=1e-4, fused=True, capturable=True),
 }

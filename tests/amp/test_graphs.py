@@ -14,6 +14,7 @@ import torch
 from apex import amp, optimizers
 from apex.amp.gradients.overflow import TakenSteps
 from apex.amp.scaler import LossScaler
+from apex.catalogue.optimizers import BY_NAME, makers
 from apex.contrib import optimizers as contrib
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
@@ -24,20 +25,17 @@ from tests.recorded_graph import RecordedGraph, like_a_gpu
 CPU = torch.device("cpu")
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 # What counts its steps on the device always, or not at all; and what does if a step can be skipped.
+OURS = makers(lr=0.01, eps=1e-4)
+COUNTING = [name for name in OURS if BY_NAME[name].make._counts_steps]
 ALWAYS = {
-    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.01, momentum=0.9, dampening=0.1),
+    **{name: OURS[name] for name in OURS if name not in COUNTING},
     "FusedAdam_capturable": lambda p: optimizers.FusedAdam(p, lr=0.01, capturable=True),
-    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=0.01, eps=1e-4),
-    "FusedLion": lambda p: optimizers.FusedLion(p, lr=0.001),
     "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=0.01),
     "torch_SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
     "torch_Adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4, fused=True, capturable=True),
 }
 WITH_A_FLAG = {
-    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=0.01),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.01),
-    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=0.01),
-    "FusedMuon": lambda p: optimizers.FusedMuon(p, lr=0.01),
+    **{name: OURS[name] for name in COUNTING},
     "contrib_FusedAdam": lambda p: contrib.FusedAdam(p, lr=0.01),
 }
 EVERY = {**ALWAYS, **WITH_A_FLAG}

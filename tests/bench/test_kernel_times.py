@@ -12,9 +12,9 @@ from apex.bench.kernels import timing
 from apex.bench.kernels import timing_command as command
 from apex.bench.kernels.cases import OF_LAYERS, OF_LISTS, Provider, TimedCase
 from apex.bench.kernels.timing_command import OPS
+from apex.catalogue import entry as sizes
 from apex.cli.command_line import main
 from apex.info import clocks
-from apex.selftest.catalogue import entry as sizes
 
 CPU = torch.device("cpu")
 SMALL = [(3,), (2, 5), (1,)]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from apex.catalogue.optimizers import adam_swa, averaged
 from apex.contrib.openfold_triton import (
     AttnBiasJIT,
     AttnNoBiasJIT,
@@ -19,7 +20,6 @@ from apex.contrib.openfold_triton import (
 from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamSWA
 from apex.ops import _runtime
 from apex.ops.lists import multi_tensor
-from apex.selftest.catalogue.optimizers import adam_swa, averaged
 from tests.optimizers.common import PATHS, check_steps, on, parameters
 from tests.tolerance import (
     ATTENTION_GRADIENTS,

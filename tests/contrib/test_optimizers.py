@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from apex import amp
+from apex.catalogue.optimizers import adam_eps_inside
 from apex.contrib.optimizers import FusedAdam, FusedLAMB, fused_adam, fused_lamb
 from apex.contrib.optimizers.fused_sgd import FusedSGD
 from apex.optimizers import FusedAdam as NewAdam
 from apex.optimizers import FusedLAMB as NewLAMB
 from apex.optimizers import FusedSGD as NewSGD
-from apex.selftest.catalogue.optimizers import adam_eps_inside
 from tests.optimizers.common import (
     DTYPES,
     PATHS,

@@ -4,7 +4,7 @@ import distributed_adam_cuda as module
 import pytest
 import torch
 
-from apex.ops.lists.storage import join, split
+from apex.ops.lists.storage import join_bits, split_bits
 from apex.optimizers import FusedAdam
 
 NUMBERS = (0.9, 0.999, 1e-8)
@@ -47,14 +47,14 @@ def test_remainders():
     weights, *moments = lists()
     grads = [torch.randn_like(w).bfloat16() for w in weights]
     wanted = fused(weights, grads, 2, 1)
-    high, low = map(list, zip(*map(split, weights), strict=True))
+    high, low = map(list, zip(*map(split_bits, weights), strict=True))
     outs, flag = [torch.zeros_like(w) for w in high], torch.zeros(1, dtype=torch.int32)
     for step in (1, 2):
         everything = [high, low, *moments, grads, outs]
         numbers = (0.5, 0.125, *NUMBERS, step, 1, 1, 0.01)
         module.multi_tensor_fused_adam_with_param_remainders(65536, flag, everything, *numbers)
         high = [out.clone() for out in outs]
-    assert all(map(torch.equal, map(join, outs, low), wanted))
+    assert all(map(torch.equal, map(join_bits, outs, low), wanted))
     kept = [x.clone() for x in (*outs, *low)]
     module.multi_tensor_fused_adam_with_param_remainders(65536, flag + 1, everything, *numbers)
     assert all(map(torch.equal, kept, (*outs, *low)))

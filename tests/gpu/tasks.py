@@ -7,10 +7,10 @@ from unittest import mock
 
 import torch
 
+from apex.catalogue.entry import DTYPES, Checked, Inputs, Op
+from apex.catalogue.ops import OPS
 from apex.ops import _runtime
 from apex.selftest import check, ops, optimizers, training
-from apex.selftest.catalogue.entry import DTYPES, Checked, Inputs, Op
-from apex.selftest.catalogue.ops import OPS
 from tests.gpu.driver import gpu
 from tests.gpu.network import losses
 from tests.kernels.operations import BY_NAME, VARIANTS, made, operations

@@ -10,8 +10,6 @@ from triton.runtime.jit import JITFunction
 
 from apex.kernels import _plans
 from apex.kernels import multi_tensor as kernels
-from apex.kernels._tables import Layout, Table
-from apex.kernels.sgd import momentum
 from apex.ops.layers import swiglu
 from apex.ops.lists import storage
 from apex.ops.lists.multi_tensor import run
@@ -165,43 +163,6 @@ def left_to_the_jit():
             other = _axpby(scalars=AxpbyScalars(1.0, _one(2.0).as_subclass(Elsewhere)))
             found["a number on another device"] = _ran(other)[1]
     return found
-
-
-def made_again():
-    """What `multi_tensor.Repeat` passes to the driver, and what a launch of all arguments passes.
-
-    The second is with a hook: it goes to the JIT.
-    """
-    found = []
-    hooks = planning.knobs.runtime.launch_enter_hook
-    lists = [_column(HALF), _column(HALF), _column()], [_column(shift=1) for _ in range(3)]
-    with _recording({}):
-        for columns, is_hooked in itertools.product(lists, (False, True)):
-            repeats, tables = [], [Table([x.data_ptr() for x in one], CPU) for one in columns]
-            layout, dtypes = Layout([16, 40], CPU), [one[0].dtype for one in columns]
-            arguments = layout, tables, dtypes, momentum, ((1, 0), (2, 1)), MomentumScalars._fields
-            numbers = MomentumScalars(0.5, 0.25, 0.9, 1.0, 0.0, 0.0, 0.0, 0.0)
-            kernels.launch(*arguments, MomentumScalars(*[1.0] * 8), repeats=repeats)
-            hooks.calls += [lambda *args: None] * is_hooked
-            planning.ran.clear()
-            repeats[0].launch(tuple(numbers))
-            hooks.calls.clear()
-            kernels.launch(*arguments, numbers)
-            (one, passed), (other, expected) = planning.ran
-            # Grid, stream, kernel, its metadata; behind them what hooks get; arguments.
-            same = [getattr(x, "data_ptr", lambda x=x: x)() for x in _flat(passed[9:])]
-            same = (*passed[:5], *same) == (*expected[:5], *_flat(expected[9:]))
-            found.append(one is other and same)
-        before = len(repeats)
-        for numbers in ([torch.ones(())] * 8, [1.0] * 7 + [torch.ones(2)]):
-            kernels.launch(*arguments, MomentumScalars(*numbers), repeats=repeats)
-        kernels.launch(*arguments, MomentumScalars(*[1.0] * 8), repeats=repeats, noop=_one(0))
-    return found, len(repeats) - before
-
-
-def _flat(arguments):
-    for one in arguments:
-        yield from _flat(one) if isinstance(one, tuple) else [one]
 
 
 def counted_by_the_benchmark():

@@ -2,7 +2,7 @@
 
 Each is a function without arguments that makes its tensors, works, and returns all that it wrote.
 The sizes are awkward: more than one chunk of a list, rows that fill no tile, one row too many. Ops
-and optimizers are those of `apex.selftest.catalogue`, some with other arguments or at other shapes.
+and optimizers are those of `apex.catalogue`, some with other arguments or at other shapes.
 What is not in it: norms without weights, two more functions of rotary embeddings, steps under amp.
 test_programs.py names kernels that were never launched.
 """
@@ -13,13 +13,13 @@ import functools
 import torch
 
 from apex import amp
+from apex.catalogue.entry import DTYPES, random
+from apex.catalogue.lists import LISTS
+from apex.catalogue.ops import OPS
+from apex.catalogue.optimizers import OPTIMIZERS, TRUST
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.optimizers import FusedAdam
 from apex.parallel import LARC
-from apex.selftest.catalogue.entry import DTYPES, random
-from apex.selftest.catalogue.lists import LISTS
-from apex.selftest.catalogue.ops import OPS
-from apex.selftest.catalogue.optimizers import OPTIMIZERS, TRUST
 from apex.transformer import functional as transformer
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16

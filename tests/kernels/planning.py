@@ -10,13 +10,13 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
+from apex.catalogue.entry import DTYPES
+from apex.catalogue.ops import OPS
 from apex.kernels._plans import Family
 from apex.ops import _runtime
 from apex.ops.layers import scaled_softmax, swiglu
 from apex.ops.losses import cross_entropy, focal_loss
 from apex.ops.norms import group_norm, row_norms
-from apex.selftest.catalogue.entry import DTYPES
-from apex.selftest.catalogue.ops import OPS
 from tests.amp.test_frames import frames_of
 from tests.kernels.driver import Hopper, Launcher, without_machine_code
 

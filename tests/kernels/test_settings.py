@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 import triton
 
 from apex import _measured
+from apex.catalogue.entry import DTYPES, Checked
 from apex.kernels import _settings, partial_sums, row_norms, swiglu
 from apex.ops import _runtime
 from apex.selftest import ops as checks
-from apex.selftest.catalogue.entry import DTYPES, Checked
 from apex.selftest.check import Setting
 from tests.kernels import launches
 

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex._compat import IS_2_13
+from apex.catalogue.ops import OPS
 from apex.ops import __path__ as PATH
 from apex.ops import _runtime
 from apex.ops._op import op
 from apex.ops.norms import group_norm
-from apex.selftest.catalogue.ops import OPS
 from tests.tolerance import assert_one_rounding
 from tests.vmapped import assert_backward_under_vmap
 

@@ -123,8 +123,8 @@ SMALL = {  # ours, torch's, arguments, calls that ours adds at most
     "MLP": (MLP([64, 64, 64]), perceptron(), (X,), 3),
     "SwiGLU": (swiglu, gated, (X, X), 1),
     "layer norm, bfloat16": (NARROW_NORM, widened(layer_norm), (X.to(BF16),), 6),
-    "layer norm, many": (FusedLayerNorm(64), nn.LayerNorm(64), (MANY,), 3),
-    "group norm, large": (GroupNorm(2, 8), nn.GroupNorm(2, 8), (LARGE,), 1),
+    "layer norm, many": (FusedLayerNorm(64), nn.LayerNorm(64), (MANY,), 4),
+    "group norm, large": (GroupNorm(2, 8), nn.GroupNorm(2, 8), (LARGE,), 2),
     "group norm, SiLU, bfloat16": (
         GroupNorm(2, 8, act="silu", dtype=BF16), widened(lambda x: F.silu(NORM(x))),
         (IMAGES.to(BF16),), 0,
@@ -133,7 +133,7 @@ SMALL = {  # ours, torch's, arguments, calls that ours adds at most
         scaled_masked_softmax, widened(masked_by_ones),
         (SCORES.to(BF16), MASK.to(torch.uint8), 0.5), 4,
     ),
-    "linear cross-entropy": (linear_cross_entropy, linear_losses, (X, WEIGHT, LABELS), 8),
+    "linear cross-entropy": (linear_cross_entropy, linear_losses, (X, WEIGHT, LABELS), 9),
     "rotary": (fused_apply_rotary_pos_emb, rotated, (SCORES, ANGLES), 6),
 }  # fmt: skip
 
@@ -154,7 +154,7 @@ def test_falling_back_costs_next_to_nothing(name):
     ours, theirs, args, most = SMALL[name]
     found = added(ours, theirs, args)
     assert found.total() <= most, sorted(found.items())
-    assert sum(n for (file, _), n in found.items() if "/apex/" in file) <= 8
+    assert sum(n for (file, _), n in found.items() if "/apex/" in file) <= 9
 
 
 @pytest.mark.parametrize(

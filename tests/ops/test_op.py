@@ -145,7 +145,7 @@ def test_the_path_depends_on_device_and_size(monkeypatch):
     monkeypatch.setattr(PRODUCT, "definition", lambda *args: taken.append("definition"))
     monkeypatch.setattr(PRODUCT, "compute", lambda *args: taken.append("kernel"))
     monkeypatch.setattr(PRODUCT, "operator", lambda *args: taken.append("operator") or args)
-    monkeypatch.setattr(_runtime, "PLAIN", (FakeTensor,))
+    monkeypatch.setattr(_runtime, "TENSOR_TYPES", (FakeTensor,))
     monkeypatch.setattr(_runtime, "_missing", lambda: None)
     monkeypatch.setattr(_op, "_as_tuple", lambda result: result)
     with FakeTensorMode():

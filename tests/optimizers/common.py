@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from apex._compat import HAS_GRAD_DTYPE
+from apex.catalogue.optimizers import OPTIMIZERS, Step
 from apex.ops import _runtime
-from apex.selftest.catalogue.optimizers import OPTIMIZERS, Step
 from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
 
 PATHS = (None, "reference", "triton")  # torch's own kernels, the definition, the interpreter

@@ -14,26 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from apex.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedMuon,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from apex.catalogue.optimizers import WITH_8_BITS, makers
+from apex.optimizers import FusedAdam
 from tests.optimizers.common import on
 
-MAKERS = {
-    "FusedAdam": functools.partial(FusedAdam, lr=0.02, weight_decay=0.1),
-    "FusedLion": functools.partial(FusedLion, lr=0.02),
-    "FusedSGD": functools.partial(FusedSGD, lr=0.5, momentum=0.9, dampening=0.5),
-    "FusedAdagrad": functools.partial(FusedAdagrad, lr=0.02),
-    "FusedLAMB": functools.partial(FusedLAMB, lr=0.02, max_grad_norm=0.0),
-    "FusedNovoGrad": functools.partial(FusedNovoGrad, lr=0.02),
-    "FusedMuon": functools.partial(FusedMuon, lr=0.02),
-}
+OURS = makers(lr=0.02, weight_decay=0.1, max_grad_norm=0.0)
+MAKERS = {name: OURS[name] for name in WITH_8_BITS}
 NORMED = ("FusedLAMB", "FusedNovoGrad")  # a norm of a weight's whole step is in the weight
 # Rows in uneven shards, two ranks without a row, three dimensions, and a state in float32: a shard
 # alone of each of the first three has less than 4,096 elements.

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from apex.optimizers import FusedMuon, _owners
+from apex.optimizers import FusedMuon, _muon_shards
 
 # Uneven shards, one that two ranks have nothing of, a stack, a vector and a convolution.
 SHAPES = ((9, 6), (6, 9), (9, 6), (1, 5), (7, 7), (5,), (2, 3, 2, 2))
@@ -69,12 +69,12 @@ class Calls:
 
     def __enter__(self):
         self.count, self.shapes = 0, []
-        self.real = dist.all_to_all_single, _owners.orthogonalized
-        dist.all_to_all_single, _owners.orthogonalized = self.sent, self.computed
+        self.real = dist.all_to_all_single, _muon_shards.orthogonalized
+        dist.all_to_all_single, _muon_shards.orthogonalized = self.sent, self.computed
         return self
 
     def __exit__(self, *error):
-        dist.all_to_all_single, _owners.orthogonalized = self.real
+        dist.all_to_all_single, _muon_shards.orthogonalized = self.real
 
     def sent(self, *args, **more):
         self.count += 1
@@ -101,11 +101,11 @@ def stepped(rank, case, **options):
 
 def in_batches(rank, sent):
     """:func:`stepped`, with at most so many elements of each rank in a collective."""
-    usual, _owners.SENT = _owners.SENT, sent
+    usual, _muon_shards.SENT = _muon_shards.SENT, sent
     try:
         return stepped(rank, "Shard(0)")
     finally:
-        _owners.SENT = usual
+        _muon_shards.SENT = usual
 
 
 def stack_of_experts(rank):

@@ -23,7 +23,6 @@ from apex.parallel import LARC
 from tests.optimizers.common import EVERY, in_two_groups, on
 from tests.optimizers.test_every_optimizer import lagging_device
 
-WITHOUT_NORMS = ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLion")
 WITH_NORMS = {  # how many norms of a step depend on each other, and how it is made
     "FusedLAMB": (2, EVERY["FusedLAMB"]),  # of all gradients for clipping, of each tensor
     "not clipped": (1, lambda params: FusedLAMB(params, lr=0.02, max_grad_norm=0.0)),
@@ -35,6 +34,8 @@ WITH_NORMS = {  # how many norms of a step depend on each other, and how it is m
     "clipped": (1, lambda params: FusedAdam(params, lr=0.02, max_grad_norm=0.5)),
     "contrib": (2, lambda params: contrib.FusedAdam(params, lr=0.02, max_grad_norm=0.5)),  # groups
 }
+# Muon, whose matrices ranks share, has programs of its own.
+WITHOUT_NORMS = tuple(name for name in EVERY if name not in ("FusedMuon", *WITH_NORMS))
 MAKERS = {name: EVERY[name] for name in WITHOUT_NORMS}
 MAKERS["by hand"] = MAKERS["FusedAdam"]
 MAKERS |= {name: make for name, (_, make) in WITH_NORMS.items()}

@@ -1,7 +1,6 @@
 """``state="8bit"``: the codes, steps on every path, checkpoints, and shards on 1, 2 and 4 ranks."""
 
 import copy
-import functools
 import io
 import pickle
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 
+from apex.catalogue import optimizers as catalogue
 from apex.ops import _runtime
 from apex.ops.lists.quantized import (
     BLOCK,
@@ -19,18 +19,14 @@ from apex.ops.lists.quantized import (
     quantize,
 )
 from apex.optimizers import (
-    FusedAdagrad,
     FusedAdam,
-    FusedLAMB,
     FusedLion,
     FusedMixedPrecisionLamb,
     FusedMuon,
-    FusedNovoGrad,
     FusedSGD,
-    _owners,
+    _muon_shards,
 )
 from apex.optimizers._eight_bit import CODES, is_code, stored, value_of
-from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, train, values
 from tests.optimizers.test_placements import Call
@@ -39,17 +35,8 @@ from tests.tolerance import CLIPPED, EIGHT_BIT_LOSS, THREE_STEPS, assert_close_t
 
 CODE = {"signed": SIGNED, "unsigned": UNSIGNED}
 codes = pytest.mark.parametrize("code", CODE.values(), ids=CODE)
-MAKERS = {
-    "FusedAdam": FusedAdam,
-    "FusedLAMB": functools.partial(FusedLAMB, max_grad_norm=0.0),  # a norm is summed in some order
-    "FusedLion": FusedLion,
-    "FusedSGD": lambda params, **more: FusedSGD(
-        params, **{"lr": 0.1, "momentum": 0.9, "dampening": 0.25, **more}
-    ),
-    "FusedAdagrad": FusedAdagrad,
-    "FusedNovoGrad": FusedNovoGrad,
-    "FusedMuon": functools.partial(FusedMuon, iteration_dtype=torch.float32),
-}
+OURS = catalogue.makers(max_grad_norm=0.0)  # a norm is summed in some order
+MAKERS = {name: OURS[name] for name in catalogue.WITH_8_BITS}
 makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 # Full blocks, more than a program of the kernel has; rows that are no multiple of a block; a
 # convolution, with rows shorter than a block. The last three keep float32: few elements, a vector,
@@ -233,7 +220,7 @@ def test_which_states_are_held(make):
 def test_batches_of_matrices(monkeypatch):
     ends = []
     for limit in (2**20, 1):
-        monkeypatch.setattr(_owners, "most", lambda device, limit=limit: limit)
+        monkeypatch.setattr(_muon_shards, "most", lambda device, limit=limit: limit)
         params = parameters(shapes=SHAPES)
         ends.append(train(FusedMuon(params, state="8bit"), params, range(3), "triton"))
     assert same(*ends)
@@ -560,13 +547,7 @@ def test_a_checkpoint_of_the_other_form_is_refused(saved, here, tmp_path):
 
 
 def test_the_catalogue_has_it_for_every_optimizer():
-    found = {
-        optimizer.make
-        for optimizer in OPTIMIZERS
-        for variant in optimizer.variants
-        if variant.options.get("state") == "8bit"
-    }
-    assert found >= {FusedAdam, FusedLAMB, FusedLion, FusedSGD, FusedAdagrad, FusedNovoGrad}
+    assert [*catalogue.BY_NAME] == catalogue.WITH_8_BITS
 
 
 # -- shards ----------------------------------------------------------------------------------------

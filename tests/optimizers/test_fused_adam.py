@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.ops.lists import storage as storages
-from apex.ops.lists.storage import join, round_stochastically, split
+from apex.ops.lists.storage import join_bits, round_stochastically, split_bits
 from apex.optimizers import FusedAdam
 from tests.optimizers.common import (
     PATHS,
@@ -229,8 +229,8 @@ def test_every_float32_is_split_and_joined():
     inf, nan = 0x7F800000, 0x7FFFFFFF  # the latter is what a GPU makes
     awkward = [0, -(2**31), 1, inf, inf - 1, -1, nan, inf + 1, 0x7F808000, 0x7F7F8000]
     value = torch.cat([bits, torch.tensor(awkward, dtype=torch.int32)]).view(torch.float32)
-    high, low = split(value)
-    joined = join(high, low)
+    high, low = split_bits(value)
+    joined = join_bits(high, low)
     good = ~value.isnan()
     assert torch.equal(joined[good].view(torch.int32), value[good].view(torch.int32))
     assert joined[~good].isnan().all()

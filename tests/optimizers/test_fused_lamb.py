@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from apex import amp
+from apex.catalogue.optimizers import Step, adam, lamb
 from apex.ops.updates import cpu_fused
 from apex.optimizers import FusedLAMB
-from apex.selftest.catalogue.optimizers import Step, adam, lamb
 from tests.optimizers.common import (
     DTYPES,
     PATHS,

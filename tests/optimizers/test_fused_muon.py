@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from apex import amp
-from apex.ops.lists.storage import join
+from apex.catalogue.optimizers import Step, muon
+from apex.ops.lists.storage import join_bits
 from apex.ops.updates import newton_schulz as middle
-from apex.optimizers import FusedAdam, FusedMuon, _owners
-from apex.selftest.catalogue.optimizers import Step, muon
+from apex.optimizers import FusedAdam, FusedMuon, _muon_shards
 from tests.optimizers import muon_programs as programs
 from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
 from tests.ranks import Ranks
@@ -130,7 +130,7 @@ def test_what_is_stacked(monkeypatch):
     """Tensors of one kind, up to a number of elements, or one that is larger; in small batches."""
     kinds, sizes = ["a", "b", "a", "a", "b", "b"], [8, 30, 8, 8, 10, 10]
     assert middle.stacks(kinds, sizes, 20) == [[0, 2], [1], [3], [4, 5]]
-    for module in (middle, _owners):
+    for module in (middle, _muon_shards):
         monkeypatch.setattr(module, "most", lambda device: 20)
     seen, real = [], middle.newton_schulz
     monkeypatch.setattr(middle, "newton_schulz", lambda x, _: seen.append(len(x)) or real(x, _))
@@ -138,7 +138,7 @@ def test_what_is_stacked(monkeypatch):
     expected = parameters(shapes=[(5, 3, 2), (3, 2), (3, 2)])
     found = train(FusedMuon(params), params, range(1))
     assert seen == [3, 2, 2]
-    for module in (middle, _owners):
+    for module in (middle, _muon_shards):
         monkeypatch.setattr(module, "most", lambda device: 2**20)
     assert same(found, train(FusedMuon(expected), expected, range(1)))
 
@@ -329,7 +329,7 @@ def test_storages(storage):
         plain.step()
     if storage == "low_bits":
         low = [optimizer.state[param]["low_bits"] for param in params]
-        assert same(map(join, values(params), low), values(wide))
+        assert same(map(join_bits, values(params), low), values(wide))
     start, mine, exact = (
         torch.cat([x.detach().float().flatten() for x in some])
         for some in (parameters(BFLOAT16, shapes), params, wide)

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from apex.catalogue.tolerance import rms
 from apex.optimizers import FusedSGD, fused_sgd
-from apex.selftest.tolerance import rms
 from tests.optimizers.common import (
     PATHS,
     give_grads,

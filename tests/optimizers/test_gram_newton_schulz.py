@@ -7,7 +7,7 @@ import torch
 
 from apex.ops.updates import newton_schulz as middle
 from apex.ops.updates.newton_schulz import Iteration
-from apex.optimizers import FusedMuon, _owners
+from apex.optimizers import FusedMuon, _muon_shards
 from tests.counted import Counted
 from tests.optimizers import muon_programs as programs
 from tests.optimizers.common import give_grads, parameters, same, train, values
@@ -196,8 +196,8 @@ def test_owners_are_chosen_by_the_multiplications_of_the_form():
     """The dearest first: a long matrix, or in Gram form a square one."""
     params = parameters(shapes=[(64, 256), (92, 92)])
     for numbers, first in ((STANDARD, 0), (GRAM, 1)):
-        matrices = [_owners.Matrix(p, numbers, False, FLOAT, p.device) for p in params]
-        assert _owners._owners([[0], [1]], matrices, [2]) == {first: (0,), 1 - first: (1,)}
+        matrices = [_muon_shards.Matrix(p, numbers, False, FLOAT, p.device) for p in params]
+        assert _muon_shards._owners([[0], [1]], matrices, [2]) == {first: (0,), 1 - first: (1,)}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apex.ops.lists.storage import join
+from apex.ops.lists.storage import join_bits
 from apex.ops.lists.tensor_norms import square_sums
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedSGD
 from tests.optimizers.common import EVERY, PATHS, on, parameters, same
@@ -48,7 +48,7 @@ def train(make, dtype, path, factor=1.0, **options):
 
 def wide(param, state):
     if "low_bits" in state:
-        return join(param.detach(), state["low_bits"])
+        return join_bits(param.detach(), state["low_bits"])
     return state.get("master_param", param).detach().clone()
 
 

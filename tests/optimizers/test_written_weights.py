@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apex.ops import _runtime
-from apex.ops.lists.storage import join
+from apex.ops.lists.storage import join_bits
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
 from tests.optimizers.common import EVERY, on, parameters, same, train, values
 
@@ -131,7 +131,7 @@ def test_zeros_of_either_sign_ignore_negative_low_bits():
     high = torch.tensor([0.0, -0.0, 0.0, 1.0], dtype=torch.bfloat16)
     low = torch.tensor([-1, -5, 3, -(2**15)], dtype=torch.int16)
     bits = [0, -(2**31), 3, 0x3F7F8000]
-    assert join(high, low).view(torch.int32).tolist() == bits
+    assert join_bits(high, low).view(torch.int32).tolist() == bits
 
 
 def test_a_graph_does_not_forget_at_each_replay(monkeypatch):

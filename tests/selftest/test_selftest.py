@@ -17,12 +17,12 @@ import warnings
 import pytest
 import torch
 
+from apex.catalogue import ops as catalogue
+from apex.catalogue import optimizers as formulas
+from apex.catalogue.optimizers import OPTIMIZERS, Step
 from apex.cli.command_line import main
 from apex.selftest import check as checks
 from apex.selftest import command, gpu, ops, record, spread
-from apex.selftest.catalogue import ops as catalogue
-from apex.selftest.catalogue import optimizers as formulas
-from apex.selftest.catalogue.optimizers import OPTIMIZERS, Step
 from apex.selftest.check import Check, Measured, Setting
 from tests.cli import ENDED_BY_CTRL_C
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest

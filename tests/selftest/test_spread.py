@@ -12,9 +12,9 @@ from collections import deque
 import pytest
 import torch
 
+from apex.catalogue.optimizers import OPTIMIZERS
 from apex.cli.command_line import main
 from apex.selftest import command, ops, record, spread
-from apex.selftest.catalogue.optimizers import OPTIMIZERS
 from apex.selftest.check import Result
 from apex.selftest.record import Record
 from tests.selftest import planted

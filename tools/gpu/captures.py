@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex import amp, debug, optimizers
+from apex import amp, debug
 from apex.amp.graphs import probe
+from apex.catalogue.optimizers import makers
 from apex.optimizers import FusedAdam
 from tools.gpu import checking
 from tools.gpu.checking import DEVICE, F32, LEVELS, Tensor, check, copies, need, normal, same
@@ -25,12 +26,8 @@ OVERFLOWS = (1, 6, 7)
 ODD = 10  # a batch of another size
 RATES = {5: 2**-8, 12: 2**-9}
 MAKERS: dict[str, Callable[[Any], Any]] = {
-    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=2**-7, momentum=0.9),
-    "FusedAdam": lambda p: FusedAdam(p, lr=2**-7),
+    **makers(lr=2**-7, eps=1e-4),  # which float16 holds
     "FusedAdam capturable": lambda p: FusedAdam(p, lr=2**-7, capturable=True),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=2**-7),
-    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=2**-7),
-    "FusedLion": lambda p: optimizers.FusedLion(p, lr=2**-10),
     "torch SGD": lambda p: torch.optim.SGD(p, lr=2**-7, momentum=0.9, fused=True),
     "torch AdamW": lambda p: torch.optim.AdamW(p, lr=2**-7, eps=1e-4, fused=True, capturable=True),
 }

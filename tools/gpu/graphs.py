@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex import amp, debug, optimizers
+from apex import amp, debug
+from apex.catalogue.optimizers import BY_NAME, makers
 from apex.multi_tensor_apply import release_captured
 from apex.ops.lists.tensor_norms import l2_norms
 from apex.optimizers import FusedAdam
@@ -37,16 +38,17 @@ STEPS = 8
 OVERFLOWS = (1, 2, 5)  # twice in a row; the scale grows after two steps without one
 
 # What counts its steps on the device, or not at all; and what does where a step can be skipped.
+OURS = makers(lr=0.01, eps=1e-4)  # which float16 holds
+COUNTING = [name for name in OURS if BY_NAME[name].make._counts_steps and name != "FusedAdam"]  # type: ignore[attr-defined]
 ALWAYS: dict[str, Callable[[Any], Any]] = {
     "FusedAdam": lambda p: FusedAdam(p, lr=0.01, capturable=True),
-    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.01, momentum=0.9),
+    **{name: OURS[name] for name in OURS if name not in ("FusedAdam", *COUNTING)},
     "torch Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True, capturable=True),
     "torch SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
 }
 WITH_A_FLAG: dict[str, Callable[[Any], Any]] = {
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.01),
-    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=0.01),
-    "FusedAdam without capturable": lambda p: FusedAdam(p, lr=0.01),
+    **{name: OURS[name] for name in COUNTING},
+    "FusedAdam without capturable": OURS["FusedAdam"],
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from apex.catalogue.entry import Op
+from apex.catalogue.ops import OPS
 from apex.ops import _runtime, _thresholds
-from apex.selftest.catalogue.entry import Op
-from apex.selftest.catalogue.ops import OPS
 from benchmarks.turns import take_turns
 from tools.gpu import checking, clocks
 from tools.gpu.checking import BF16, DEVICE, check

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp, optimizers
+from apex.catalogue.entry import IMAGES, MATRICES, Op
+from apex.catalogue.ops import OPS
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
-from apex.selftest.catalogue.entry import IMAGES, MATRICES, Op
-from apex.selftest.catalogue.ops import OPS
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from benchmarks.turns import ratio, take_turns
 from tools.gpu import checking

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from apex import amp, optimizers
+from apex import amp
+from apex.catalogue.optimizers import makers
 from apex.optimizers import FusedAdam
 from tools.gpu.checking import network, normal
 
-FUSED = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedLion")
-OPTIONS = {"FusedSGD": {"momentum": 0.9}}
+FUSED = makers(lr=0.01)
 
 
 def adam(params: Any) -> FusedAdam:
@@ -22,8 +22,7 @@ def adam(params: Any) -> FusedAdam:
 
 def fused(name: str) -> Callable[[Any], Any]:
     """Make an optimizer of ours by its name."""
-    options = OPTIONS.get(name, {})
-    return lambda params: getattr(optimizers, name)(params, lr=0.01, **options)
+    return FUSED[name]
 
 
 class Training:

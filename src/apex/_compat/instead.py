@@ -40,6 +40,11 @@ def is_any_autocast_enabled() -> bool:
     return any(map(torch.is_autocast_enabled, known))
 
 
+def any_requires_grad(*args: Any) -> bool:
+    """Whether a tensor among the arguments requires a gradient."""
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+
+
 def get_tracing_state() -> Any:
     """Something if ``torch.jit.trace`` runs, else ``None``."""
     is_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]

@@ -75,6 +75,7 @@ def _foreach(method: str) -> Name:
 
 _SLOWER_OP = "operations take a slower way: their definition, or the dispatcher"
 _MODES = "call torch.compile, vmap and other transforms the way they need"
+_OPERATORS = "compute an operator of torch.ops.apex below autograd"
 _LAYER_CASTS = "cast functions that torch.autocast does not cast"
 _COMPILED = "tell torch.compile what not to trace"
 _OWN_GRAPHS = "torch.compile may compile the functions that cast as graphs of their own"
@@ -112,6 +113,10 @@ NAMES = (
     Name("torch._C._dispatch_has_kernel_for_dispatch_key", _LAYER_CASTS),
     Name("torch._C._SetExcludeDispatchKeyGuard",
          "differentiate an operation's definition under a dispatch mode or torch.export"),
+    Name("torch._C._AutoDispatchBelowAutograd", _OPERATORS),
+    Name("torch._C._after_autograd_keyset", _OPERATORS),
+    Name("torch._C._any_requires_grad", "ask in one call whether a tensor requires a gradient",
+         "it asks each tensor: slower", instead.any_requires_grad),
     Name("torch._C._functorch.maybe_current_level", "see that a transform runs a model",
          features=_WATCHES),
     Name("torch._C.DisableTorchFunction", "call torch's functions without the modes around them"),

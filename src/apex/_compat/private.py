@@ -71,6 +71,9 @@ class _Missing(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise PrivateNameError(cls.path, cls.purpose)
 
+    def __and__(cls, other: object) -> NoReturn:  # of dispatch keys
+        raise PrivateNameError(cls.path, cls.purpose)
+
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)

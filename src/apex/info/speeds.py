@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import conv2d
 
 from apex.amp.casting import cpu_float16
+from apex.catalogue.entry import random
 from apex.info.clocks import Call, clock
-from apex.selftest.catalogue.entry import random
 
 __all__ = ["OPERATIONS", "Speed", "speeds", "times_of_float32"]
 

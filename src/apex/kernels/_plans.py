@@ -24,16 +24,13 @@ tests/kernels/test_plans.py compares with what the JIT takes. Knobs are read whe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from triton import JITFunction, knobs
 from triton.runtime import driver
 
-from apex.kernels._launching import current_device
-
-__all__ = ["Family", "Repeat"]
+__all__ = ["Family"]
 
 # Of a launch over lists.
 Argument = torch.Tensor | tuple[torch.Tensor | float, ...] | None
@@ -158,47 +155,6 @@ class Family:
         self.plans[key] = (
             compiled.run, active.get_current_stream, active.get_current_device(),
             compiled.function, compiled.packed_metadata, compiled,
-        )  # fmt: skip
-
-
-class Repeat:
-    """A launch over lists, to be made again with other numbers: it asks no tensor for its address.
-
-    Args:
-        family: What has launched it.
-        grid: Numbers of programs.
-        arguments: All that come before the constants; the fourth are the numbers, and only the
-            first three have tensors.
-    """
-
-    __slots__ = ("addresses", "behind", "device", "family", "grid", "key", "lists")
-
-    def __init__(
-        self, family: Family, grid: tuple[int, int, int], arguments: Sequence[Argument]
-    ) -> None:
-        blocks, numels, tables = self.lists = tuple(arguments[:3])  # kept, as is their memory
-        self.family, self.grid, self.behind = family, grid, tuple(arguments[4:])
-        self.device: int | None = blocks.get_device() if blocks.is_cuda else None  # type: ignore[union-attr]
-        self.addresses: tuple[Any, ...] = (
-            blocks.data_ptr(), numels.data_ptr(), tuple([x.data_ptr() for x in tables]),  # type: ignore[union-attr]
-        )  # fmt: skip
-        is_aligned = all(_aligned([*self.addresses[:2], *self.addresses[2]]))
-        self.key: int | None = blocks.get_device() if is_aligned else None  # type: ignore[union-attr]
-
-    def launch(self, numbers: tuple[float, ...]) -> None:
-        """Launch on the device of the lists."""
-        family = self.family
-        plan = family.plans.get(self.key)
-        is_elsewhere = self.device is not None and self.device != current_device()
-        if plan is None or is_elsewhere or _enter.calls or _leave.calls:
-            guard = torch.cuda.device(self.device) if is_elsewhere else nullcontext()
-            with guard:
-                family.launch_lists(self.grid, (*self.lists, numbers, *self.behind))
-            return
-        run, stream_of, index, function, metadata, _ = plan
-        run(
-            *self.grid, stream_of(index), function, metadata, None, None, None, *self.addresses,
-            numbers, *self.behind, *family.constants,
         )  # fmt: skip
 
 

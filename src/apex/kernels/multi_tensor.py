@@ -36,9 +36,9 @@ import triton
 import triton.language as tl
 
 from apex.kernels._launching import current_device
-from apex.kernels._plans import Argument, Family, Repeat
+from apex.kernels._plans import Argument, Family
 from apex.kernels._tables import CHUNK, Layout, Table
-from apex.kernels.partial_sums import joined, reduced, summed
+from apex.kernels.partial_sums import combined, reduced, summed
 
 # Elements per tile; a program has CHUNK.
 BLOCK = 1024
@@ -206,7 +206,7 @@ def list_kernel(
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
-                new = new + (joined(totals[i], sums[i], LARGEST),)
+                new = new + (combined(totals[i], sums[i], LARGEST),)
             totals = new
     else:
         for at in range(0, left, BLOCK):
@@ -216,7 +216,7 @@ def list_kernel(
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
-                new = new + (joined(totals[i], sums[i], LARGEST),)
+                new = new + (combined(totals[i], sums[i], LARGEST),)
             totals = new
     for i in tl.static_range(len(SUMS)):
         tl.store(partial_ptr + program * len(SUMS) + i, reduced(totals[i], LARGEST))
@@ -243,7 +243,6 @@ def launch(
     kernel: Any = list_kernel,
     more: tuple[Argument, ...] = (),
     constants: tuple[Any, ...] = (),
-    repeats: list[Repeat] | None = None,
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns in one launch.
 
@@ -252,8 +251,7 @@ def launch(
     ``update`` is jitted ``(values, scalars) -> new values``; ``names`` are those of the scalars;
     ``codec`` are two jitted functions, columns to values and new values to columns; ``kernel``
     takes the arguments of `list_kernel`, ``more`` in front of its constants and ``constants``
-    behind them; ``repeats`` gets the launch, if numbers of the host are all that it reads beside
-    the lists.
+    behind them.
 
     Returns:
         With ``sums``: float32 ``(len(sums), tensors)``; 0 where ``noop`` is set.
@@ -292,8 +290,6 @@ def launch(
             BLOCK, *constants,
         )  # fmt: skip
         family = _FAMILIES[key] = Family(kernel, chosen, fuse=False)
-    if repeats is not None and not any(kinds) and arguments[4:] == (None,) * 4:
-        repeats.append(Repeat(family, (layout.programs, 1, 1), arguments))
     if layout.device.type == "cuda" and layout.device.index != current_device():
         with torch.cuda.device(layout.device):  # Triton launches there
             return _run(family, layout, arguments, largest)

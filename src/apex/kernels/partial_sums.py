@@ -18,7 +18,7 @@ PARTIALS = 4096
 
 
 @triton.jit
-def joined(a, b, LARGEST: tl.constexpr):
+def combined(a, b, LARGEST: tl.constexpr):
     """Add, or take the larger one; nan wins."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL) if LARGEST else a + b
 
@@ -56,7 +56,7 @@ def segment_kernel(
         for at in range(first, last, BLOCK):
             rows = at + lanes
             some = tl.load(partial_ptr + rows * SUMS + i, mask=rows < last, other=0.0)
-            total = joined(total, some, LARGEST)
+            total = combined(total, some, LARGEST)
         tl.store(out_ptr + i * tl.num_programs(0) + tensor, reduced(total, LARGEST))
 
 

@@ -68,16 +68,8 @@ class _ByRow(op):
         self.own_backward = True  # compiled graphs get the operator
         self.threshold = Threshold(1, 1)
 
-    def choose(self, x: Any) -> Any:
-        return self._aligned(super().choose(x), x)
-
-    def _chosen(self, x: torch.Tensor, args: tuple[Any, ...]) -> Any:
-        return self._aligned(super()._chosen(x, args), x)
-
-    def implementation(self, x: torch.Tensor) -> Any:
-        return self._aligned(super().implementation(x), x)
-
-    def _aligned(self, found: Any, x: Any) -> Any:
+    def implementation(self, x: torch.Tensor, *, eager: bool = False) -> Any:
+        found = super().implementation(x, eager=eager)
         if isinstance(found, ModuleType):
             return _Aligned(found, self._options)
         if found is self.pieces and found is not None:

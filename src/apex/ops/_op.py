@@ -6,8 +6,9 @@ An operation computes the same on every path; :meth:`op.__call__` chooses one:
 * **kernel**: the Triton kernels of ``kernels/<name>.py``, on a GPU, in an ``autograd.Function``;
 * **pieces**: PyTorch functions for a part of the rows at a time, in the same ``autograd.Function``:
   for a CPU, and for operations that need a backward of their own everywhere;
-* **operator**: ``torch.ops.apex.<name>``, one node of a compiled graph, which runs the kernel. An
-  eager call goes without it: the dispatcher costs 14 us a call, an ``autograd.Function`` 1 us. The
+* **operator**: ``torch.ops.apex.<name>``, one node of a compiled graph, which runs the kernel. With
+  gradients that is the same ``autograd.Function``, around the operator below autograd. An eager
+  call goes without it: the dispatcher costs 14 us a call, an ``autograd.Function`` 1 us. The
   compiler cannot fuse it with its neighbours: see ``compiles_to_operator``.
 
 From the schema follow the operator and its backward, their functions for fake tensors, what is
@@ -27,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch.library import Library, register_autograd, register_fake, register_vmap
+from torch.library import Library, register_fake, register_vmap
 
 from apex._compat import private
 from apex.ops import _batch_invariance, _runtime
@@ -135,11 +136,11 @@ class op:  # lower case, like torch.autocast: used as a function
             self._elsewhere = SimpleNamespace(above=0 if self.own_backward else sys.maxsize)
         self._find_positions()
         self._define_operators(schema, arguments)
-        # For eager calls. The function is made once and what computes is chosen for each call.
+        # One function for eager calls and for the operator: what computes is an argument of it.
         # `apply` takes the tensors, and one argument that holds what computes and all constants.
         methods = {
-            "forward": staticmethod(self._computed_and_saved),
-            "backward": staticmethod(self._computed_backward),
+            "forward": staticmethod(self._forward),
+            "backward": staticmethod(self._backward),
         }
         self._function: Any = type(self.name, (torch.autograd.Function,), methods)
         #: ``compute(*tensors, (implementation, *constants))``, after `choose`: the function's
@@ -180,9 +181,7 @@ class op:  # lower case, like torch.autocast: used as a function
             self._run_backward,
             self._empty_gradients,
         )
-        register_autograd(
-            self.operator, self._gradients, setup_context=self._save_for_operator, lib=_LIBRARY
-        )
+        _LIBRARY.impl(self.name, self._recorded, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -198,8 +197,8 @@ class op:  # lower case, like torch.autocast: used as a function
             _compiler.is_dynamo_compiling()
             or _compiler._is_compiling_flag  # torch.export without Dynamo
             or (_batch_invariance.on and self.by_row is not None)
-            or type(x) not in _runtime.PLAIN
-            or _autocasts()
+            or type(x) not in _runtime.TENSOR_TYPES
+            or (_autocasts() and _runtime.autocasts(x.device.type))
         ):
             return UNSURE
         size = x.numel()
@@ -217,29 +216,42 @@ class op:  # lower case, like torch.autocast: used as a function
             return UNSURE
         if not size or x.dtype not in _runtime.DTYPES:
             return None
+        return self.implementation(x, eager=True)
+
+    def implementation(self, x: torch.Tensor, *, eager: bool = False) -> Any:
+        """What computes where ``x`` is not small: kernels, pieces; ``None``: the definition.
+
+        Of pieces an eager call asks whether they serve. An operator takes them for results besides
+        ``y``, which its backward reads and no definition gives.
+        """
         fuses = _forced[-1] == "triton" if _forced else x.is_cuda and _runtime._missing() is None
-        if fuses and self._kernel_file and (size < self._asks_from or self.takes(x)):
-            return sys.modules.get(self._kernel_file) or self._kernels()
-        if self.own_backward:
-            return self.pieces
-        if _forced or not x.is_cpu or self.pieces is None or size <= self.pieces.above:
-            return None
-        return self.pieces  # the caller asks them whether they serve
+        if (
+            fuses
+            and self._kernel_file
+            and x.dtype in _runtime.DTYPES
+            and (x.numel() < self._asks_from or self.takes(x))
+        ):  # late: importing an operation must not import triton
+            return sys.modules.get(self._kernel_file) or importlib.import_module(self._kernel_file)
+        takes_pieces = (x.is_cpu and not _forced) if eager else self.allocate is not None
+        return self.pieces if self.own_backward or takes_pieces else None
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """Cast the arguments under autocast, choose a path and compute ``y``."""
+        """Choose a path and compute ``y``."""
         if _batch_invariance.on and self.by_row is not None:
             return self.by_row(*args)
+        implementation = self.choose(args[0])
+        if implementation is UNSURE or not self._are_plain(args):
+            return self._unusual(*args)
+        if implementation is None or not self._serves(implementation, args):
+            return self.definition(*args)
+        return self.compute(*self._split(args, implementation))
+
+    def _unusual(self, *args: Any) -> torch.Tensor:
+        """A call under autocast, a transform, the compiler or a mode, or with unusual tensors."""
         x = args[0]
-        implementation = self.choose(x)
-        if implementation is not UNSURE and self._are_plain(args):
-            if implementation is None or not self._serves(implementation, args):
-                return self.definition(*args)
-            return self.compute(*self._split(args, implementation))
-        device_type = x.device.type
-        if _runtime.autocasts(device_type):
+        if _runtime.autocasts(x.device.type):
             args = self.cast(*args)
-            with torch.autocast(device_type, enabled=False):
+            with torch.autocast(x.device.type, enabled=False):
                 return self(*args)
         if _runtime.transformed() or not self._are_plain(args):
             return self.definition(*args)
@@ -247,13 +259,9 @@ class op:  # lower case, like torch.autocast: used as a function
             records = self.own_backward or (
                 _runtime.compiles(x) and self.takes(x) and self.compiles_to_operator(*args)
             )
-        else:
-            implementation = self._chosen(x, args)
-            if implementation is None:
-                return self.definition(*args)
-            records = private.len_torch_dispatch_stack() > 0
-            if not records:
-                return self._function.apply(*self._split(args, implementation))  # type: ignore[no-any-return]
+        else:  # a mode, which is to see one operator; of few elements `choose` said so
+            implementation = self.implementation(x, eager=True) if x.numel() else None
+            records = implementation is not None and self._serves(implementation, args)
         return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
 
     def _split(self, args: tuple[Any, ...], implementation: Any) -> tuple[Any, ...]:
@@ -279,25 +287,11 @@ class op:  # lower case, like torch.autocast: used as a function
             tensor = args[i]
             if tensor is None:
                 continue
-            if type(tensor) not in _runtime.PLAIN:
+            if type(tensor) not in _runtime.TENSOR_TYPES:
                 return False
             if tensor.dtype not in _runtime.DTYPES and tensor.is_floating_point():
                 return False
         return True
-
-    def _chosen(self, x: torch.Tensor, args: tuple[Any, ...]) -> Any:
-        """What computes an eager call on plain tensors: kernels, pieces; None: the definition."""
-        size, forced = x.numel(), _runtime.forced()
-        if not size:
-            return None
-        if (forced or size >= self.threshold.least) and self._fuses(x):
-            return self._kernels()
-        if self.own_backward:
-            return self.pieces
-        pieces = self.pieces if x.is_cpu and forced is None else None
-        if pieces is None or size <= pieces.above or not self._serves(pieces, args):
-            return None
-        return pieces
 
     def _serves(self, implementation: Any, args: Sequence[Any]) -> bool:
         """Whether what `choose` says is faster than the definition: pieces may depend on all."""
@@ -306,169 +300,49 @@ class op:  # lower case, like torch.autocast: used as a function
         serves = getattr(self.pieces, "serves", None)
         return serves is None or serves(*args)
 
-    def _fuses(self, x: torch.Tensor) -> bool:
-        """Whether there is a kernel for ``x``, and can run."""
-        if not self._kernel_file or x.dtype not in _runtime.DTYPES:
-            return False
-        return _runtime.can_fuse(x.device) and self.takes(x)
+    def _dense(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Tensors as kernels read them; what is no tensor stays as it is.
 
-    def _kernels(self) -> Any:
-        # late: importing an operation must not import triton
-        return sys.modules.get(self._kernel_file) or importlib.import_module(self._kernel_file)
+        Contiguous, and no ``z.conj().imag``, whose sign is not in memory yet.
+        """
+        for i, tensor in enumerate(tensors):
+            if isinstance(tensor, torch.Tensor) and (
+                tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
+            ):
+                plain = tensor.resolve_neg()
+                dense = plain.contiguous() if self.contiguous else plain
+                return [*tensors[:i], dense, *self._dense(tensors[i + 1 :])]
+        return tensors
 
-    def implementation(self, x: torch.Tensor) -> Any:
-        """What computes ``forward`` and ``backward`` of an operator: kernels, pieces, or None."""
-        if self._fuses(x):
-            return self._kernels()
-        return self.pieces if self.own_backward or self.allocate else None
+    # -- the operator ------------------------------------------------------------------------------
 
     def run(self, *args: Any) -> Any:
         """Compute ``y`` and what the backward needs, as an operator."""
         implementation = self.implementation(args[0])
         if implementation is not None and args[0].numel():
-            return call_on_device(
-                implementation.forward, args[0], *self._dense(args, self._at_tensors)
-            )
+            return call_on_device(implementation.forward, args[0], *self._dense(args))
+        found = self._allocate(*args)
         if self.allocate is None:
-            return self._defined(args)
-        y, *more = self._allocate(*args)
+            return found
+        y, *more = found
         with torch.no_grad():
             y.copy_(self.definition(*args))
         return y, *(m.fill_(math.nan) for m in more)  # the backward computes a forward again
 
     def _allocate(self, *args: Any) -> Any:
-        """What :meth:`run` returns, for fake tensors."""
-        if self.allocate is None:
-            return self._defined(args)
-        return self.allocate(*self._dense(args, self._at_tensors))
-
-    def _defined(self, args: Sequence[Any]) -> torch.Tensor:
-        """The definition, with the strides of the kernel's result."""
+        """What :meth:`run` returns, for fake tensors: the definition's has the kernel's strides."""
+        if self.allocate is not None:
+            return self.allocate(*self._dense(args))
         with torch.no_grad():
-            return self.definition(*self._dense(args, self._at_tensors)).contiguous()
+            return self.definition(*self._dense(args)).contiguous()
 
-    def _dense(self, arguments: Sequence[Any], at: Sequence[int]) -> list[Any]:
-        """Arguments, with tensors ``at`` some positions as kernels read them.
-
-        Contiguous, and no ``z.conj().imag``, whose sign is not in memory yet.
-        """
-        dense = [*arguments]
-        for i in at:
-            tensor = dense[i]
-            if tensor is not None:
-                if tensor.is_neg():
-                    dense[i] = tensor = tensor.resolve_neg()
-                if self.contiguous and not tensor.is_contiguous():
-                    dense[i] = tensor.contiguous()
-        return dense
-
-    # -- autograd ----------------------------------------------------------------------------------
-
-    def _computed_and_saved(self, ctx: Any, *args: Any) -> Any:
-        tensors, how = args[:-1], args[-1]
-        dense: Sequence[Any] = tensors
-        for tensor in tensors:
-            if tensor is not None and (
-                tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
-            ):
-                dense = self._dense(tensors, self._at_tensors)
-                break
-        implementation, *constants = how
-        if args[0].is_cuda and args[0].get_device() != _current_device():
-            outputs = call_on_device(implementation.forward, args[0], *dense, *constants)
-        else:
-            outputs = implementation.forward(*dense, *constants)
-        ctx.how = how
-        if outputs.__class__ is torch.Tensor:
-            ctx.save_for_backward(*self._to_save((*tensors, outputs)))
-            return outputs
-        ctx.save_for_backward(*self._to_save((*tensors, *outputs)))
-        return outputs[0]
-
-    def _computed_backward(self, ctx: Any, dy: torch.Tensor | None) -> Any:
-        """Backward of an eager call: by what computed the forward, if nothing is unusual."""
-        needed = ctx.needs_input_grad
-        if (
-            dy is None  # only another result was used
-            or torch.is_grad_enabled()
-            or _autocasts()
-            or _dispatch_modes() > 0
-            or _is_wrapped(dy)
-            or _is_batched(dy)
-            or _compiler.is_dynamo_compiling()
-            or _compiler._is_compiling_flag
-            or (self._at_others and any(map(needed.__getitem__, self._at_others)))
-        ):
-            return (*self._gradients(ctx, dy)[: len(self.tensors)], None)
-        dense: Sequence[Any] = (dy, *ctx.saved_tensors)
-        for tensor in dense:
-            if tensor is not None and (
-                tensor.is_neg() or (self.contiguous and not tensor.is_contiguous())
-            ):
-                dense = self._dense(dense, range(len(dense)))
-                break
-        implementation, *constants = ctx.how
-        given = dict(zip(self._saved, (*dense[1:], *constants), strict=True))
-        needs = self._needs(needed)
-        if dy.is_cuda and dy.get_device() != _current_device():
-            gradients = call_on_device(implementation.backward, dy, dense[0], needs, **given)
-        else:
-            gradients = implementation.backward(dense[0], needs, **given)
-        if False in needs:  # what is not needed may have been computed on the way
-            gradients = [*gradients]
-            for i in self._at_grads:
-                if not needed[i]:
-                    gradients[i] = None
-        return (*gradients, *self._no_gradients)
-
-    def _save_for_operator(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        outputs = _as_tuple(output)
-        ctx.mark_non_differentiable(*outputs[1:])
-        ctx.set_materialize_grads(False)
-        count = len(self.tensors)
-        ctx.how = (None, *inputs[count:])
-        ctx.save_for_backward(*self._to_save((*inputs[:count], *outputs)))
-
-    def _gradients(self, ctx: Any, dy: torch.Tensor | None, *_: Any) -> Any:
-        """Backward of an ``autograd.Function``: a gradient, or None, for each argument."""
-        if dy is None:  # only another result was used
-            return (None,) * len(self.names)
-        if _runtime.autocasts(dy.device.type):
-            with torch.autocast(dy.device.type, enabled=False):
-                return self._gradients(ctx, dy)
-        implementation, *constants = ctx.how
-        needed, saved = ctx.needs_input_grad, (*ctx.saved_tensors, *constants)
-        compiling = torch.compiler.is_compiling()
-        again = torch.is_grad_enabled() and not compiling
-        if again or (self._at_others and any(needed[i] for i in self._at_others)):
-            wanted = [name for name, need in zip(self.names, needed, strict=False) if need]
-            by_name = self._definition_gradients(dy, saved, wanted)
-            return tuple(by_name.get(name) for name in self.names)
-        needs = [needed[i] for i in self._at_grads]
-        records = compiling or private.len_torch_dispatch_stack() > 0
-        if implementation is None or records or _runtime.batched(dy):
-            gradients = _as_tuple(self.backward_operator(dy, needs, *saved))
-        else:
-            gradients = self._computed_gradients(implementation, dy, needs, saved)
-        found: list[torch.Tensor | None] = [None] * len(self.names)
-        for i, gradient, need in zip(self._at_grads, gradients, needs, strict=True):
-            found[i] = gradient if need else None
-        return tuple(found)
-
-    def _computed_gradients(
-        self, implementation: Any, dy: torch.Tensor, needs: Sequence[bool], saved: Sequence[Any]
-    ) -> Any:
-        dy, *dense = self._dense((dy, *saved), range(1 + len(self.saves)))
-        given = dict(zip(self._saved, dense, strict=True))
-        return call_on_device(implementation.backward, dy, dy, needs, **given)
-
-    def _run_backward(self, dy: torch.Tensor, needs: list[bool], *saved: Any) -> Any:
+    def _run_backward(self, dy: torch.Tensor, needs: Sequence[bool], *saved: Any) -> Any:
+        implementation = self.implementation(saved[0])
         if not dy.numel():
             empty = _as_tuple(self._empty_gradients(dy, needs, *saved))
             return _as_result([gradient.zero_() for gradient in empty])
-        implementation = self.implementation(saved[0])
         if implementation is not None and saved[0].numel():
-            found = self._computed_gradients(implementation, dy, needs, saved)
+            found = self._gradients(implementation, dy, needs, saved)
         else:
             wanted = [name for name, need in zip(self.grads, needs, strict=True) if need]
             # A dispatch mode runs operators without autograd. No gradients of these gradients.
@@ -480,7 +354,7 @@ class op:  # lower case, like torch.autocast: used as a function
         each = zip(found, needs, strict=True)
         return _as_result([g if need and g is not None else dy.new_empty(0) for g, need in each])
 
-    def _empty_gradients(self, dy: torch.Tensor, needs: list[bool], *rest: Any) -> Any:
+    def _empty_gradients(self, dy: torch.Tensor, needs: Sequence[bool], *rest: Any) -> Any:
         saved = dict(zip(self._saved, rest, strict=True))
         found = []
         for name, need in zip(self.grads, needs, strict=True):
@@ -493,6 +367,67 @@ class op:  # lower case, like torch.autocast: used as a function
             else:
                 found.append(torch.empty_like(saved[name]))
         return _as_result(found)
+
+    def _recorded(self, keys: Any, *args: Any) -> Any:
+        """The operator where autograd is on: the function, with the operators below to compute."""
+        operators, count = _Operators(self, keys), len(self.tensors)
+        if torch.is_grad_enabled() and private.any_requires_grad(*args):
+            y = self._function.apply(*args[:count], (operators, *args[count:]))
+            more, operators.more = operators.more, ()  # the graph holds `operators`
+            return _as_result([y, *more])
+        return operators.forward(*args)
+
+    # -- the function ------------------------------------------------------------------------------
+
+    def _forward(self, ctx: Any, *args: Any) -> Any:
+        tensors, ctx.how = args[:-1], args[-1]
+        implementation, *constants = ctx.how
+        if type(implementation) is _Operators:  # which make tensors dense by themselves
+            outputs = implementation.forward(*tensors, *constants)
+        else:
+            dense = self._dense(tensors)
+            outputs = call_on_device(implementation.forward, args[0], *dense, *constants)
+        if isinstance(outputs, torch.Tensor):
+            ctx.save_for_backward(*self._to_save((*tensors, outputs)))
+            return outputs
+        y, *more = outputs
+        ctx.save_for_backward(*self._to_save((*tensors, y, *more)))
+        return y
+
+    def _backward(self, ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """A gradient, or None, for each argument: by what computed the forward, if it can."""
+        if _autocasts() and _runtime.autocasts(dy.device.type):
+            with torch.autocast(dy.device.type, enabled=False):
+                return self._backward(ctx, dy)
+        implementation, *constants = ctx.how
+        needed, saved = ctx.needs_input_grad, (*ctx.saved_tensors, *constants)
+        compiling = _compiler.is_dynamo_compiling() or _compiler._is_compiling_flag
+        others = self._at_others and any(map(needed.__getitem__, self._at_others))
+        if others or (torch.is_grad_enabled() and not compiling):
+            wanted = [name for name, need in zip(self.tensors, needed, strict=False) if need]
+            by_name = self._definition_gradients(dy, saved, wanted)
+            return *map(by_name.get, self.tensors), None
+        needs, gradients = self._needs(needed), list[torch.Tensor | None]()
+        if (
+            compiling
+            or _dispatch_modes() > 0
+            or _is_wrapped(dy)
+            or _is_batched(dy)
+            or type(implementation) is _Operators
+        ):
+            gradients = [*_as_tuple(self.backward_operator(dy, needs, *saved))]
+        else:
+            gradients = [*self._gradients(implementation, dy, needs, saved)]
+        if False in needs:  # what is not needed may have been computed on the way
+            gradients = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+        return *gradients, *self._no_gradients
+
+    def _gradients(
+        self, implementation: Any, dy: torch.Tensor, needs: Sequence[bool], saved: Sequence[Any]
+    ) -> Any:
+        slope, *dense = self._dense((dy, *saved))
+        given = dict(zip(self._saved, dense, strict=True))
+        return call_on_device(implementation.backward, dy, slope, needs, **given)
 
     def _definition_gradients(
         self, dy: torch.Tensor, rest: Sequence[Any], wanted: Sequence[str]
@@ -520,6 +455,20 @@ class op:  # lower case, like torch.autocast: used as a function
         return dict(zip(views, found, strict=True))
 
 
+class _Operators:
+    """What computes an operator's function: the operators themselves, below autograd."""
+
+    def __init__(self, of: op, keys: Any) -> None:
+        self.operator, self.keys = of.operator, private.after_autograd_keyset & keys
+        self.more: Sequence[torch.Tensor] = ()  #: The results besides ``y``.
+
+    def forward(self, *args: Any) -> Any:
+        with private.AutoDispatchBelowAutograd():
+            outputs = self.operator.redispatch(self.keys, *args)
+        self.more = _as_tuple(outputs)[1:]
+        return outputs
+
+
 # The device that is current, without a frame of Python. A build for CPUs has no such function.
 _current_device = private.cuda_getDevice
 
@@ -528,7 +477,7 @@ def call_on_device(
     function: Callable[..., Any], first: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a launcher while the device of ``first`` is the current one."""
-    if not first.is_cuda:
+    if not first.is_cuda or first.get_device() == _current_device():
         return function(*args, **kwargs)
     with torch.cuda.device(first.device):  # Triton launches there
         return function(*args, **kwargs)

@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernels
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # without importing it
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # no subclass
+TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # no subclass
 # What compiles the frames of this thread, if anything does.
 _frames_are_compiled: Callable[[], Any] = private.get_eval_frame_callback
 _forced: list[str] = []  # a list and no context variable, which torch.compile cannot trace

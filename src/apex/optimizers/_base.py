@@ -14,7 +14,7 @@ otherwise, and stay so through ``load_state_dict``. The step count is per group,
 
 **Many small tensors.** Python's time is that of passes over the lists, 3 to 17 us for 148 tensors
 each. So a step goes over its lists by functions written in C, opens no frame for a tensor, and asks
-for nothing twice (:mod:`apex.optimizers._columns`).
+for nothing twice (:mod:`apex.optimizers._step`).
 
 What is refused, and the words for it, are in :mod:`apex.optimizers._checks`; checkpoints in
 :mod:`apex.optimizers._checkpoint`.
@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat, starmap
-from operator import methodcaller
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -41,37 +41,27 @@ from apex.ops.lists.storage import PLAIN, STORAGES, ScaledStep, StepOptions, Sto
 from apex.ops.lists.tensor_lists import (
     Scalar,
     TensorColumn,
-    are_real_and_strided,
 )
 from apex.optimizers import _checkpoint, _checks
 from apex.optimizers import _eight_bit as eight_bit
-from apex.optimizers._columns import (
-    Collected,
-    Written,
-    are_flat,
-    as_collected,
-    collected,
-    follow_written,
-    lists_of,
-    quantized,
-    recalled,
-    versions,
-    with_grads,
-    with_own,
-)
-from apex.optimizers._launches import (
+from apex.optimizers._step import (
+    Given,
     GroupGrads,
     Launch,
+    collected,
     count_steps,
     counted,
+    gradients_of,
+    launches_of,
+    quantized,
     scalar,
-    split,
+    with_own,
 )
-from apex.optimizers._repeated import repeated
+from apex.optimizers._stepped import Written
+from apex.optimizers._written import follow_written, versions
 from apex.optimizers._zero import Partition, partition
 
-Given = Mapping[torch.Tensor, torch.Tensor] | None  # by parameter
-_MASTERED = methodcaller("__contains__", "master_param")
+_IS_UNIFORM = attrgetter("is_uniform")
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
 _NOT_COPIED = {
@@ -81,9 +71,7 @@ _NOT_COPIED = {
     "_dummy_overflow_buf",
     "_begun",
     "_apart",
-    "_uniform",
     "_shown",
-    "_shown_at",
 }
 
 
@@ -122,11 +110,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     # How one launch is stepped, and the type of the numbers of that.
     _algorithm: Callable[[Any, Any, StepOptions], Stages | None]
     _numbers: Any
-
-    #: What is a group's whole step, if that is one update of each element with the numbers that
-    #: `_numbers_of` finds; see :func:`apex.optimizers._repeated.repeated`. ``None``, the function
-    #: or what it returns, if a step is more than that.
-    _elementwise: Any = None  # (group) -> Update | None
 
     #: Names of the state slots, in the order of the update.
     slots: tuple[str, ...] = ()
@@ -168,8 +151,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     _partition: Partition | None = None
     # Addresses and sizes of gradients that share no memory with each other, of the last step.
     _apart: tuple[Any, Any] = (None, None)
-    # What the last step knows of its columns where all were uniform, see `_columns._remember`.
-    _uniform: Any = None
 
     # -- construction ------------------------------------------------------------------------------
 
@@ -306,14 +287,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(scaler)
-        return loss
-
-    def _step(self, scaler: Any) -> None:
         given: ScaledStep | None = vars(self).pop("_scaled_step", None)
         if given is not None:  # by amp, which calls step() so that hooks and subclasses run
             self.step_scaled(given.factor, given.noop, copies=given.copies, grads=given.grads)
-            return
+            return loss
         grad_scale = getattr(self, "grad_scale", None)
         noop = getattr(self, "found_inf", None)
         if noop is not None and not isinstance(noop, torch.Tensor):
@@ -327,6 +304,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.step_scaled(1.0, noop)
         else:
             self.step_scaled(grad_scale.reciprocal().float(), noop, write_grads=True)
+        return loss
 
     def _found_inf(self, scaler: Any) -> torch.Tensor | None:
         found = list(scaler._check_inf_per_device(self).values())
@@ -356,88 +334,48 @@ class FusedOptimizer(torch.optim.Optimizer):
             copies: 16-bit weights that also get the new values, by parameter.
             grads: Gradients instead of ``param.grad``, by parameter.
         """
-        vars(self).pop("_scaled_step", None)  # where Dynamo traces _step, its pop is lost
+        vars(self).pop("_scaled_step", None)  # where Dynamo traces _stepped, its pop is lost
         self._take_step(factor, noop, write_grads, copies, grads)
 
     def _take_step(
         self, factor: Scalar, noop: torch.Tensor | None, write: bool, copies: Given, grads: Given
     ) -> None:
-        """Take one step; subclasses that override it are not asked for the compiler once more."""
-        for group in self.param_groups:
-            if not self.defaults.keys() <= group.keys():
-                _checks.complete(self)
-        is_skipped = False
+        """Take one step: what subclasses override, within what the compiler does not see."""
+        if not all(map(self.defaults.keys().__le__, map(dict.keys, self.param_groups))):
+            _checks.complete(self)
         if noop is not None or type(factor) is not float:
             factor, noop, is_skipped = _read(factor, noop)
-        if is_skipped:
-            return
-        kept = [*map(self._slots_of, self.param_groups)]
-        active = [*map(with_grads, self.param_groups, repeat(grads))]
-        known = None
-        if self._uniform is not None and not copies and (grads is None or are_flat(active)):
-            known = recalled(self, kept, noop, active)
-            can_repeat = self._elementwise is not None and noop is None and not write
-            if known is not None and can_repeat and repeated(self, known, factor):
+            if is_skipped:
                 return
         with torch.no_grad():
-            # Nothing is made yet.
-            found = (
-                collected(self, kept, noop, copies, active)
-                if known is None
-                else as_collected(self, known)
+            found = gradients_of(self, grads)
+            if self.storage != "plain":  # all checks before anything changes
+                _checks.stored(self, [param for one in found.active for param in one.params])
+            gradients = found.gradients
+            # Checks each part before it makes what is missing of its state.
+            together, parts = collected(self, found, noop, copies)
+            copied = self._own_copies(gradients) if write or self._writes_grads else {}
+            if copied:
+                found = with_own(found, copied)
+                together, parts = collected(self, found, noop, copies)
+            if self._written:
+                follow_written(self)
+            self._prepare_step(found.active, factor, noop)
+            sharded: list[torch.Tensor] = []  # parameters of which ranks hold parts
+            if not isinstance(gradients, TensorColumn):
+                sharded = [*filter(is_sharded, found.every)]
+            if largest := self._largest_norm():
+                over, partition = sharded and found.every, self._partition
+                factor = clipped(gradients, factor, largest, over=over, partition=partition)
+            dense = all(map(_IS_UNIFORM, parts))
+            options = StepOptions(
+                factor=factor, noop=noop, write_grads=write, storage=self._storage, dense=dense
             )
-            self._step_found(found, kept, factor, noop, write_grads=write, copies=copies)
-
-    def _step_found(
-        self,
-        found: Collected,
-        kept: Sequence[tuple[str, ...]],
-        factor: Scalar,
-        noop: torch.Tensor | None,
-        *,
-        write_grads: bool,
-        copies: Given,
-    ) -> None:
-        """Check what a step has found, make the state that is missing, and update."""
-        active, every, gradients, together, lists = found
-        # Where all is uniform, gradients are known to be dense and real.
-        if lists is None and not are_real_and_strided([gradients]):
-            _checks.gradients(self._name, gradients)
-        if self.storage != "plain":  # all checks before anything changes
-            _checks.stored(self, [param for one in active for param in one.params])
-        copied = self._own_copies(gradients) if write_grads or self._writes_grads else {}
-        if copied:
-            found = with_own(found, copied, self.defaults if self._joins_groups else None, noop)
-            active, together, lists = found.active, found.together, None
-        self._follow_written()
-        self._prepare_step(active, factor, noop)
-        sharded = self._sharded(every, gradients)
-        largest = self._largest_norm()
-        if largest:
-            factor = clipped(
-                gradients, factor, largest, over=sharded and every, partition=self._partition
-            )
-        if lists is None:
-            lists = lists_of(self, found, kept, copies, makes=True)
-            assert lists is not None  # what was missing is made
-        options = StepOptions(
-            factor=factor,
-            noop=noop,
-            write_grads=write_grads,
-            storage=self._storage,
-            dense=all(is_uniform for *_, is_uniform, _ in lists),
-        )
-        updates = self._updates(together, chain.from_iterable(starmap(split, lists)), options)
-        self._finish(updates, sharded)
-        if copied and not self._writes_grads:
-            write_back(gradients, copied)
-        self._note_versions()
-
-    def _sharded(
-        self, every: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Parameters of which ranks hold parts; a column of gradients says that there are none."""
-        return [] if isinstance(gradients, TensorColumn) else [*filter(is_sharded, every)]
+            launches = chain.from_iterable(map(launches_of, parts))
+            self._finish(self._updates(together, launches, options), sharded)
+            if copied and not self._writes_grads:
+                write_back(gradients, copied)
+            self._note_versions()
 
     def _own_copies(self, gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Copies of gradients that an update must not write into, by position."""
@@ -480,9 +418,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         everywhere: dict[torch.device, StepOptions] = {}
         for number, launch in launches:
             device = launch.device
-            if device not in everywhere:
-                everywhere[device] = _on(options, device)
-            here = everywhere[device]
+            here = everywhere.get(device)
+            if here is None:
+                here = everywhere[device] = _on(options, device)
             if launch.extra is not None:
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group

@@ -23,10 +23,9 @@ from apex.ops.lists.tensor_lists import local
 from apex.optimizers import _eight_bit as eight_bit
 
 _SHAPE = attrgetter("shape")
-# Keys that the optimizers of torch.optim keep in their groups and ours do not know. Those that
-# change what is computed are refused when set.
+# Keys that the optimizers of torch.optim keep in their groups and ours do not know.
+# `_refused_keys` are those that change what is computed.
 _FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
-_REFUSED = {"amsgrad", "maximize"}
 # What all optimizers of torch.optim have in their groups, at its default.
 TORCH_ONLY = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 
@@ -236,7 +235,7 @@ def from_torch(optimizer: Any, state_dict: StateDict) -> StateDict:
     }
     for saved in state_dict["param_groups"]:
         group = dict(saved)
-        for key in _REFUSED & group.keys() - optimizer.defaults.keys():
+        for key in {*optimizer._refused_keys} & group.keys() - optimizer.defaults.keys():
             if group.pop(key):
                 raise ValueError(
                     f"{optimizer._name}: the state was saved with {key}=True, which this optimizer "

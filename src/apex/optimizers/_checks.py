@@ -19,7 +19,13 @@ from torch.optim.optimizer import required
 from apex.ops import _runtime
 from apex.ops.lists.placements import is_partial
 from apex.ops.lists.quantized import absmax_shape
-from apex.ops.lists.tensor_lists import TensorList, are_contiguous, local_parts, refuse_nested
+from apex.ops.lists.tensor_lists import (
+    TensorList,
+    are_contiguous,
+    are_real_and_strided,
+    local_parts,
+    refuse_nested,
+)
 from apex.optimizers._eight_bit import absmax_of, check_placement
 
 HALF = (torch.float16, torch.bfloat16)
@@ -200,7 +206,7 @@ def step_arguments(user: str, given: Mapping[str, Any], hint: str) -> None:
 
 def gradients(user: str, found: Sequence[torch.Tensor]) -> None:
     """Raise ``RuntimeError`` if a gradient is not dense and real."""
-    for grad in found:
+    for grad in () if are_real_and_strided([found]) else found:
         if grad.layout != torch.strided:
             raise RuntimeError(
                 f"{user} does not support sparse gradients, please consider SparseAdam "

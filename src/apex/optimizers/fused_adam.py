@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from apex.multi_tensor_apply import list_functions
-from apex.ops.lists.multi_tensor import Update
-from apex.ops.updates.adam import ADAM, ADAM_EPS_INSIDE, Adam, adam_
+from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
 from apex.optimizers._checks import HALF
@@ -168,11 +167,6 @@ class FusedAdam(FusedOptimizer):
         """
         old = {"grads": grads, "output_params": output_params, "scale": scale}
         return self._stepped(closure, {**old, "grad_norms": grad_norms, **historic})
-
-    def _elementwise(self, group: Mapping[str, Any]) -> Update | None:
-        if self.max_grad_norm:
-            return None
-        return ADAM_EPS_INSIDE if self.eps_inside_sqrt else ADAM
 
     def _largest_norm(self) -> float:
         return float(self.max_grad_norm or 0.0)

@@ -6,7 +6,8 @@ keeps: one tensor for a matrix, two for others.
 
 Matrices are stepped when the launches of the base are through, in batches that go through the three
 parts of :mod:`apex.ops.updates.muon`: so the directions of all need not be in memory at once, and
-matrices of different launches are stacked and travel together (:mod:`apex.optimizers._owners`).
+matrices of different launches are stacked and travel together
+(:mod:`apex.optimizers._muon_shards`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from apex.ops.updates.newton_schulz import JORDAN, NAMED
 from apex.optimizers import _muon_groups
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checks import tensors_of
-from apex.optimizers._launches import GroupGrads, Launch
-from apex.optimizers._owners import Batch, Matrix, legs, orthogonalize, planned
+from apex.optimizers._muon_shards import Batch, Matrix, legs, orthogonalize, planned
+from apex.optimizers._step import GroupGrads, Launch
 
 SLOTS = {"muon": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq")}
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -76,8 +77,8 @@ class FusedMuon(FusedOptimizer):
     parameters becomes two groups.
 
     Of sharded parameters (``fully_shard``, ``parallelize_module``) each is collected at an owner
-    rank, see :mod:`apex.optimizers._owners`; replicated ones are computed on each rank. All ranks
-    of a mesh have to call ``step``, and to skip it together, as with :mod:`apex.amp`.
+    rank, see :mod:`apex.optimizers._muon_shards`; replicated ones are computed on each rank. All
+    ranks of a mesh have to call ``step``, and to skip it together, as with :mod:`apex.amp`.
 
     The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -59,8 +59,6 @@ class FusedNovoGrad(FusedOptimizer):
     reg_inside_moment, moment_mode = False, 1
     # What groups show since the norms were looked at last: the lists, and the tensors in them.
     _shown: Sequence[Any] = ()
-    # Where the norms were then, if the last step knew; see `_columns.Uniform`.
-    _shown_at: tuple[int, ...] | None = None
     _algorithm, _numbers = staticmethod(novograd_stages), NovoGrad
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_novograd = staticmethod(list_functions.multi_tensor_novograd)
@@ -164,26 +162,19 @@ class FusedNovoGrad(FusedOptimizer):
                 if "norm" in state:
                     state["norm"] = state["norm"].to(param.device)
         super()._take_step(*arguments)
-        place = self._uniform and self._uniform.addresses and self._uniform.addresses[-1]
-        if self._shown and place and place is self._shown_at:  # norms are where they were
-            seen = self._in_groups()
-            before = self._shown[: len(seen)]
-        else:
-            seen, before = self._seen(), self._shown
+        seen, before = self._seen(), self._shown
         if len(seen) != len(before) or not all(map(is_, seen, before)):
             self._show_norms()
-        self._shown_at = place
-
-    def _in_groups(self) -> list[Any]:
-        """What groups have under "exp_avg_sq"."""
-        shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
-        return [*shown, *chain(*shown)]
 
     def _seen(self) -> list[Any]:
         """What groups have under "exp_avg_sq", and the norms of all states."""
+        shown = [group.get("exp_avg_sq", ()) for group in self.param_groups]
         states = self.state.values()
-        norms = [state.get("norm") for state in states if isinstance(state, dict)]
-        return [*self._in_groups(), *norms]
+        try:
+            norms = [*map(itemgetter("norm"), states)]
+        except (KeyError, TypeError, IndexError):  # a parameter has none, or a program's own
+            norms = [state.get("norm") for state in states if isinstance(state, dict)]
+        return [*shown, *chain(*shown), *norms]
 
     def _show_norms(self) -> None:
         """Have the groups show the norms, where the original has them."""
@@ -259,12 +250,12 @@ def _split_norms(
     numbers = [n for n in group["params"] if _is_begun(states.get(n, {}))]
     vectors = dict(zip(KINDS, group.get("exp_avg_sq", ()), strict=False))
     filled = {kind: norms for kind, norms in vectors.items() if norms.numel()}
-    owners = {kind: [n for n in numbers if dtypes.get(n) == kind] for kind in KINDS}
+    kept = {kind: [n for n in numbers if dtypes.get(n) == kind] for kind in KINDS}
     if len(filled) == 1:
-        owners = dict.fromkeys(filled, numbers)
+        kept = dict.fromkeys(filled, numbers)
     none = torch.zeros(0, device="cpu", dtype=torch.float32)
-    for kind in owners if filled else ():
-        norms, mine = vectors.get(kind, none), owners[kind]
+    for kind in kept if filled else ():
+        norms, mine = vectors.get(kind, none), kept[kind]
         if norms.numel() != len(mine):
             raise ValueError(
                 f'FusedNovoGrad: a saved group\'s "exp_avg_sq" holds {norms.numel()} norms of '

@@ -12,14 +12,13 @@ from torch.optim.optimizer import required
 
 from apex.multi_tensor_apply import list_functions
 from apex.ops import _runtime
-from apex.ops.lists.multi_tensor import Update
 from apex.ops.lists.quantized import NEGATIVE_ZERO
 from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_lists import Scalar
-from apex.ops.updates.sgd import MOMENTUM, PLAIN, SGD, sgd_
+from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
-from apex.optimizers._launches import Launch
+from apex.optimizers._step import Launch
 
 
 class FusedSGD(FusedOptimizer):
@@ -160,11 +159,6 @@ class FusedSGD(FusedOptimizer):
             factor = factor / scale
         super()._take_step(factor, *options)
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
-
-    def _elementwise(self, group: Mapping[str, Any]) -> Update | None:
-        if not group["momentum"]:
-            return PLAIN
-        return None if group["dampening"] else MOMENTUM
 
     def _update(self, group: dict[str, Any], launch: Launch, options: StepOptions) -> None:
         numbers = self._numbers_of(group, launch.device)

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from apex.catalogue import tolerance
 from apex.ops import _runtime
-from apex.selftest import tolerance
 
 __all__ = ["PATHS", "Check", "Measured", "Pair", "Planned", "Result", "Setting"]
 __all__ += ["carry_out", "is_lost", "joined", "one_rounding", "same"]

@@ -16,11 +16,11 @@ from torch import nn
 
 from apex import amp
 from apex._compat import private
+from apex.catalogue.entry import DTYPES, Op, random
+from apex.catalogue.optimizers import Optimizer, Variant
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam
 from apex.selftest import ops, optimizers, training
-from apex.selftest.catalogue.entry import DTYPES, Op, random
-from apex.selftest.catalogue.optimizers import Optimizer, Variant
 from apex.selftest.check import Check, Measured, Setting, same
 
 __all__ = ["captured", "checks", "waits_refused"]

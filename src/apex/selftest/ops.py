@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
-from apex.selftest import tolerance
-from apex.selftest.catalogue.entry import DTYPES, Function, Inputs, Op, random
-from apex.selftest.catalogue.lists import LISTS, ListOp
-from apex.selftest.catalogue.ops import OPS
+from apex.catalogue import tolerance
+from apex.catalogue.entry import DTYPES, Function, Inputs, Op, random
+from apex.catalogue.lists import LISTS, ListOp
+from apex.catalogue.ops import OPS
 from apex.selftest.check import Check, Measured, Setting, one_rounding, same
 
 __all__ = ["CHECKED", "checks", "rarely", "tensors"]

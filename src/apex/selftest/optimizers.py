@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.quantized import quantize
-from apex.ops.lists.storage import join
-from apex.optimizers._eight_bit import CODES, absmax_of, codes_of, is_code, widened
-from apex.parallel import LARC
-from apex.selftest import tolerance
-from apex.selftest.catalogue.entry import DTYPES, random
-from apex.selftest.catalogue.optimizers import (
+from apex.catalogue import tolerance
+from apex.catalogue.entry import DTYPES, random
+from apex.catalogue.optimizers import (
     OPTIMIZERS,
     TRUST,
     Optimizer,
@@ -30,6 +26,10 @@ from apex.selftest.catalogue.optimizers import (
     Variant,
     larc,
 )
+from apex.ops.lists.quantized import quantize
+from apex.ops.lists.storage import join_bits
+from apex.optimizers._eight_bit import CODES, absmax_of, codes_of, is_code, widened
+from apex.parallel import LARC
 from apex.selftest.check import Check, Measured, Pair, Setting, joined, one_rounding, same
 from apex.selftest.ops import rarely, tensors
 
@@ -174,7 +174,7 @@ def _weight(optimizer: Any, param: torch.Tensor) -> torch.Tensor:
     """The weight with all the bits that are kept of it."""
     state = _state(optimizer, param)
     if "low_bits" in state:
-        return join(param.detach(), state["low_bits"])
+        return join_bits(param.detach(), state["low_bits"])
     if "error" in state:
         return param.detach().double() + state["error"].double()
     return state.get("master_param", param).detach()

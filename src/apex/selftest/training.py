@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from apex import amp
+from apex.catalogue import tolerance
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam
-from apex.selftest import tolerance
 from apex.selftest.check import Check, Measured, Setting, same
 
 __all__ = ["LEVELS", "SmallTraining", "checks"]

@@ -1,7 +1,6 @@
 """Scaling, clipping and stepping together: the same numbers, fewer passes, nobody waits."""
 
 import contextlib
-import functools
 from unittest import mock
 
 import pytest
@@ -11,9 +10,10 @@ from torch import nn
 from apex import amp
 from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import State
+from apex.catalogue.optimizers import BY_NAME, makers
 from apex.ops import _runtime
 from apex.ops.lists.unscale import takes
-from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
 from tests.amp.training import (
     Delayed,
@@ -33,21 +33,15 @@ from tests.amp.training import (
 )
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
-MAKERS = {
-    "adam": FusedAdam,
-    "sgd": lambda params, lr, eps: FusedSGD(params, lr=lr, momentum=0.9),
-    "lamb": FusedLAMB,
-    "novograd": FusedNovoGrad,
-    "adagrad": FusedAdagrad,
-}
+MAKERS = makers(lr=1e-2, eps=1e-2)
 
 
 def on(path):
     return _runtime.use(path) if path else contextlib.nullcontext()
 
 
-def start(level, make=FusedAdam, **options):
-    return started(level, optimizer=functools.partial(make, lr=1e-2, eps=1e-2), **options)
+def start(level, make=MAKERS["FusedAdam"], **options):
+    return started(level, optimizer=make, **options)
 
 
 def one(level, **options):
@@ -71,7 +65,7 @@ def clip(optimizer, how):
         assert not norm.isfinite() or norm < 0.101
 
 
-def train(level, how, path, fused, each=1, bad=None, make=FusedAdam):
+def train(level, how, path, fused, each=1, bad=None, make=MAKERS["FusedAdam"]):
     """Weights, moments and scales after six passes, and how many passes were kept scaled."""
     amp.reset()
     model, optimizer = start(level, make, fused_step=fused)
@@ -93,19 +87,19 @@ def train(level, how, path, fused, each=1, bad=None, make=FusedAdam):
 
 
 RUNS = [  # level, clipping, passes in a step, the pass that overflows, optimizer, kernels
-    *((level, "none", 1, None, "adam", "reference") for level in ("O0", "O3", "O5")),
-    *(("O1", how, 1, 2, "adam", "reference") for how in ("none", "value")),
-    *(("O1", how, 2, bad, "adam", "reference") for how, bad in (("amp", 2), ("read", None))),
-    ("O1", "torch", 1, None, "adam", "reference"),
-    *(("O2", how, 2, bad, "adam", "reference") for how, bad in (("none", 2), ("torch", None))),
-    *(("O2", how, 1, bad, "adam", "reference") for how, bad in (("amp", 2), ("value", None))),
-    ("O5", "amp", 2, None, "adam", "reference"),
+    *((level, "none", 1, None, "FusedAdam", "reference") for level in ("O0", "O3", "O5")),
+    *(("O1", how, 1, 2, "FusedAdam", "reference") for how in ("none", "value")),
+    *(("O1", how, 2, bad, "FusedAdam", "reference") for how, bad in (("amp", 2), ("read", None))),
+    ("O1", "torch", 1, None, "FusedAdam", "reference"),
+    *(("O2", how, 2, bad, "FusedAdam", "reference") for how, bad in (("none", 2), ("torch", None))),
+    *(("O2", how, 1, bad, "FusedAdam", "reference") for how, bad in (("amp", 2), ("value", None))),
+    ("O5", "amp", 2, None, "FusedAdam", "reference"),
     *((level, "none", 1, 2, name, "reference") for level in ("O1", "O2") for name in [*MAKERS][1:]),
-    ("O1", "amp", 1, 2, "adam", "triton"),
-    ("O2", "none", 1, 2, "adam", "triton"),
-    ("O1", "read", 1, None, "adam", None),  # where no kernel runs
-    ("O2", "amp", 1, None, "adam", None),
-    ("O5", "none", 1, None, "adam", None),
+    ("O1", "amp", 1, 2, "FusedAdam", "triton"),
+    ("O2", "none", 1, 2, "FusedAdam", "triton"),
+    ("O1", "read", 1, None, "FusedAdam", None),  # where no kernel runs
+    ("O2", "amp", 1, None, "FusedAdam", None),
+    ("O5", "none", 1, None, "FusedAdam", None),
 ]
 
 
@@ -125,15 +119,15 @@ def test_fused_step_gives_the_same_run(level, how, each, bad, name, path):
         assert_close_to_largest(left, right, CLIPPED)  # squares of norms added in another order
 
 
-def sgd_on_scaled(params, lr, eps):
-    return FusedSGD(params, lr=lr, momentum=0.9, materialize_master_grads=False)
+def sgd_on_scaled(params):
+    return FusedSGD(params, lr=1e-2, momentum=0.9, materialize_master_grads=False)
 
 
 @pytest.mark.parametrize("bad", [None, 1])
 def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
     """Two losses whose scales come to differ: each gradient is divided by the scale it had."""
     results = []
-    for make in (MAKERS["sgd"], sgd_on_scaled):
+    for make in (MAKERS["FusedSGD"], sgd_on_scaled):
         amp.reset()
         model, optimizer = start("O2", make, num_losses=2)
         kept = 0
@@ -248,7 +242,7 @@ def test_a_whole_step_never_waits(name, level, fused, path):
                 scaled_backward(loss, optimizer, loss_id=loss_id)
             amp.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
-    if name not in ("sgd", "adagrad"):
+    if BY_NAME[name].make._counts_steps:
         assert optimizer.param_groups[0]["step"].is_meta  # it advances where the flags are
 
 

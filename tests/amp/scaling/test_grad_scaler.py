@@ -10,6 +10,7 @@ from torch import nn
 
 import apex
 from apex import amp, debug
+from apex.catalogue.optimizers import makers
 from apex.contrib import optimizers as contrib
 from apex.parallel import LARC
 from tests.amp.scaling import scaler_programs as programs
@@ -277,13 +278,8 @@ def scaled(optimizer, size=1.0):
 
 
 EVERY = {
-    "FusedAdam": ADAM,
+    **makers(lr=0.01),
     "FusedSGD": functools.partial(SGD, momentum=0.9, lr=2.0**25),
-    "FusedLAMB": functools.partial(apex.optimizers.FusedLAMB, lr=0.01),
-    "FusedNovoGrad": functools.partial(apex.optimizers.FusedNovoGrad, lr=0.01),
-    "FusedAdagrad": functools.partial(apex.optimizers.FusedAdagrad, lr=0.01),
-    "FusedLion": functools.partial(apex.optimizers.FusedLion, lr=0.01),
-    "FusedMuon": functools.partial(apex.optimizers.FusedMuon, lr=0.01),
     "8bit": functools.partial(ADAM, state="8bit"),
     "capturable": functools.partial(ADAM, capturable=True),
     "FusedMixedPrecisionLamb": functools.partial(

@@ -1,6 +1,6 @@
 """What ``apex bench kernels`` times: each case with the providers who compute it.
 
-Optimizers and ops come from `apex.selftest.catalogue`; operations on lists of tensors are here. The
+Optimizers and ops come from `apex.catalogue`; operations on lists of tensors are here. The
 first provider is ours. The others are the fastest known ways to compute the same: torch's fused
 kernel, its foreach functions, torch.compile, Liger-Kernel. All get the same tensors; each optimizer
 keeps its own state.
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from apex._compat import private
+from apex.catalogue.entry import LISTS, Function, Inputs, Op, Sizes, Timed
+from apex.catalogue.ops import OPS
+from apex.catalogue.optimizers import OPTIMIZERS, Optimizer, TimedStep
+from apex.catalogue.peers import Peer
 from apex.info.clocks import Call
 from apex.ops.lists.scale import axpby_, scale_
 from apex.ops.lists.tensor_norms import l2_norm
-from apex.selftest.catalogue.entry import LISTS, Function, Inputs, Op, Sizes, Timed
-from apex.selftest.catalogue.ops import OPS
-from apex.selftest.catalogue.optimizers import OPTIMIZERS, Optimizer, TimedStep
-from apex.selftest.catalogue.peers import Peer
 
 __all__ = ["COMPILE", "DTYPES", "OF_LAYERS", "OF_LISTS", "Call", "TimedCase", "Provider", "Shapes"]
 

@@ -15,7 +15,7 @@ from apex.bench.training import process_state
 from apex.bench.training.precision import precision
 from apex.bench.training.results import Cell
 from apex.bench.training.tasks.task import Task
-from apex.selftest.catalogue import optimizers as catalogue
+from apex.catalogue import optimizers as catalogue
 
 __all__ = ["OPTIMIZERS", "OwnState", "Trainer", "mapped", "out_of_memory"]
 

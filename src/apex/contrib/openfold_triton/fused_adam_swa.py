@@ -16,7 +16,7 @@ from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_lists import Scalar, are_uniform
 from apex.ops.updates.adam_swa import AdamSwa, adam_swa_
 from apex.optimizers._base import FusedOptimizer
-from apex.optimizers._launches import Launch
+from apex.optimizers._step import Launch
 
 _COMPUTE = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from apex.optimizers._launches import Launch
+from apex.optimizers._step import Launch
 
 ELEMENTS = 2**24  # 128 MiB of two moments
 LARGEST = 15  # float16 has magnitudes up to 2**16

@@ -31,7 +31,7 @@ from apex.ops.lists.stages import Stages
 from apex.ops.lists.storage import LOW_BITS, StepOptions
 from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.lists.tensor_norms import square_sums
-from apex.optimizers import _launches
+from apex.optimizers import _step
 from apex.optimizers._base import FusedOptimizer
 
 
@@ -56,7 +56,7 @@ class Shard(FusedOptimizer):
         return self.dtypes[param]
 
     def _update(
-        self, group: dict[str, Any], launch: _launches.Launch, options: StepOptions
+        self, group: dict[str, Any], launch: _step.Launch, options: StepOptions
     ) -> Stages | None:
         if not self._is_scaled:
             stages: Stages | None = self._owner._update(group, launch, options)
@@ -316,7 +316,7 @@ class ShardedOptimizer(ShardedParameters):
             tensors = [one[1].tensor for one in found if one is not None]
             pairs.append((group, {**group, "params": tensors}))
         # The shard counts the steps of groups of which this rank has something.
-        _launches.count_steps([group for group, mine in pairs if not mine["params"]], noop)
+        _step.count_steps([group for group, mine in pairs if not mine["params"]], noop)
         shard.param_groups = [mine for _, mine in pairs if mine["params"]]
         if self._buckets:
             shard.step_scaled(factor, noop, grads=grads)

@@ -19,7 +19,7 @@ from apex.contrib.optimizers._scaled_moments import narrow, widen
 from apex.contrib.optimizers._sharded import ShardedOptimizer
 from apex.ops.lists.collectives import all_gather, wait
 from apex.ops.lists.shards import Piece, ShardBucket
-from apex.ops.lists.storage import join, split
+from apex.ops.lists.storage import join_bits, split_bits
 
 
 class SavedShards(ShardedOptimizer):
@@ -78,7 +78,7 @@ class SavedShards(ShardedOptimizer):
         weight = piece.tensor if bucket.main is not None else bucket.part_of_param(piece)
         if self._options.store_param_remainders:
             low = state.get("low_bits")
-            weight = weight.float() if low is None else join(weight.contiguous(), low)
+            weight = weight.float() if low is None else join_bits(weight.contiguous(), low)
         new = functools.partial(torch.zeros_like, weight, dtype=self._saved_dtype(bucket))
         kept = functools.partial(widen, state) if self._options.with_scaled_states else state.get
         slots = {slot: kept(slot) if slot in state else new() for slot in self.slots}
@@ -158,7 +158,7 @@ class SavedShards(ShardedOptimizer):
             if bucket.main is not None:
                 piece.tensor.copy_(weight)
             elif self._options.store_param_remainders:
-                kept["low_bits"] = split(weight.float())[1]
+                kept["low_bits"] = split_bits(weight.float())[1]
         for bucket in self._buckets:
             bucket.versions = None  # model and optimizer are loaded in any order
 

@@ -13,7 +13,7 @@ from apex.ops.lists.clip import l2_norm_of_all
 from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.updates.adam import Adam, adam_
-from apex.optimizers._launches import GroupGrads, Launch, check_captured, scalar
+from apex.optimizers._step import GroupGrads, Launch, check_captured, scalar
 
 
 class FusedAdam(OldStep):

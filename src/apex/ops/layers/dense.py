@@ -145,7 +145,7 @@ def fit(x: torch.Tensor, weight: torch.Tensor, bias: Optional, features: int = -
     In one frame of Python; `check` takes ten. ``features``: of the layer's input, if it is not
     ``x`` but what earlier layers make of it.
     """
-    plain = _runtime.PLAIN
+    plain = _runtime.TENSOR_TYPES
     if type(x) not in plain or type(weight) not in plain or _tracing_state() is not None:
         return False
     dtype, device, shape = x.dtype, x.device, weight.shape  # each takes 0.1 us

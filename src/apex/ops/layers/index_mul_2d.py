@@ -112,7 +112,7 @@ def _by_torch(in2: torch.Tensor, in1: Any, index: Any) -> torch.Tensor | None:
 
 def _fit(in1: Any, in2: torch.Tensor, index: Any) -> bool:
     """Whether :func:`check` has nothing to say about plain tensors of one dtype."""
-    if type(in1) not in _runtime.PLAIN or type(index) is not torch.Tensor:
+    if type(in1) not in _runtime.TENSOR_TYPES or type(index) is not torch.Tensor:
         return False
     if not in1.dim() == in2.dim() == 2 or index.dim() != 1:
         return False

@@ -174,7 +174,7 @@ def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _fit(t: Tensor, table: Tensor) -> bool:
     """Whether plain tensors are such: the usual case, for which nothing else has to be asked."""
-    if type(table) not in _runtime.PLAIN or t.dim() != 4 or table.dim() != 4:
+    if type(table) not in _runtime.TENSOR_TYPES or t.dim() != 4 or table.dim() != 4:
         return False
     rows, one, other, rotated = table.shape
     return (
@@ -247,9 +247,9 @@ def by_places(
 
 def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor) -> list[Tensor]:
     """Check all; ``(positions, rotated)`` of each table, as far as needed and without gradient."""
-    plain = type(t) in _runtime.PLAIN and t.dtype in FLOATS
+    plain = type(t) in _runtime.TENSOR_TYPES and t.dtype in FLOATS
     for table in tables.values():
-        plain = plain and type(table) in _runtime.PLAIN and table.dtype in FLOATS
+        plain = plain and type(table) in _runtime.TENSOR_TYPES and table.dtype in FLOATS
         plain = plain and table.device == t.device
     if not plain:
         tensors = {"t": t, **tables}

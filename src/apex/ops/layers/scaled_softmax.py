@@ -297,6 +297,8 @@ def backward(
 
 def _can_write_over(dy: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether a kernel may write over ``dy``: plain, contiguous, and no graph is recorded."""
-    plain = type(dy) in _runtime.PLAIN and type(y) in _runtime.PLAIN and dy.numel() > 0
+    plain = (
+        type(dy) in _runtime.TENSOR_TYPES and type(y) in _runtime.TENSOR_TYPES and dy.numel() > 0
+    )
     as_in_memory = dy.is_contiguous() and not dy.is_neg() and not y.is_neg()
     return plain and as_in_memory and not (_runtime.recorded() or _runtime.transformed())

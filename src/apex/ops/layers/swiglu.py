@@ -100,7 +100,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     implementation = OP.choose(gate)
     if (
         implementation is not UNSURE
-        and type(up) in _runtime.PLAIN
+        and type(up) in _runtime.TENSOR_TYPES
         and up.dtype == gate.dtype
         and up.device == gate.device
         and up.shape == gate.shape

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,10 +25,11 @@ from apex._compat import private
 from apex.ops import _runtime
 
 _Fact = TypeVar("_Fact", bound=Callable[..., Any])
-Entry = tuple[Any, Any]  # guards, and what is known where they hold
 
-_PLAIN, _LAYOUT = frozenset(_runtime.PLAIN), attrgetter("layout")
+_TENSOR_TYPES, _FIRST = frozenset(_runtime.TENSOR_TYPES), itemgetter(0)
+_DTYPE, _LAYOUT, _IS_NESTED = map(attrgetter, ("dtype", "layout", "is_nested"))
 
+_compiler = private.compiler
 _Guards = private.TensorGuards  # or None: lists are looked at each time
 
 
@@ -47,43 +48,40 @@ def of_metadata(fact: _Fact) -> _Fact:
     """Have a function of columns computed only where their metadata is not that of an earlier call.
 
     What it returns depends on nothing but the metadata and its other arguments, which are hashable,
-    and is shared by all calls. The function gets an attribute ``entry``: the same, but returns the
-    guards and what is known if ``guards.check(*tensors)`` holds, or ``None``; for a caller that
-    keeps them.
+    and is shared by all calls.
     """
-
-    def entry_of(columns: Sequence[Sequence[torch.Tensor]], *more: Hashable) -> Entry | None:
-        # Guards never hold for a tensor that is given twice: only its first column is compared, and
-        # which columns repeat it is in the key.
-        repeats = _repeats(columns)
-        distinct = [x for n, x in enumerate(columns) if n not in repeats] if repeats else columns
-        full = [column for column in distinct if column]
-        ends = full and (full[0][0], full[-1][-1])
-        middle = full and full[len(full) // 2]
-        some = middle and (*ends, middle[len(middle) // 2])
-        if not some or torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, some)):
-            return None
-        # Equal keys need not mean equal metadata: they choose with what it is compared.
-        chosen = [(x.dtype, x.numel(), x.is_nested) for x in some]  # torch aborts on a nested one
-        kept = _kept(fact, more, *repeats.items(), *map(len, columns), *chosen)
-        for entry in kept:
-            if entry[0].check(*chain.from_iterable(distinct)):
-                return cast("Entry", entry)
-        tensors = [*chain.from_iterable(distinct)]
-        if not _can_be_guarded(tensors):
-            return None
-        entry = _guards(tensors), fact(columns, *more)
-        _make_room(len(tensors))
-        # Four lists for a key, the newest first: gradients have the key of their parameters.
-        kept[:] = [entry, *kept[:3]]
-        return entry
 
     @functools.wraps(fact)
     def known(columns: Sequence[Sequence[torch.Tensor]], *more: Hashable) -> Any:
-        entry = entry_of(columns, *more)
-        return fact(columns, *more) if entry is None else entry[1]
+        # Guards never hold for a tensor that is given twice: only its first column is compared, and
+        # which columns repeat it is in the key.
+        full, distinct, repeats = [*filter(None, columns)], columns, dict[int, int]()
+        if len({*map(id, map(_FIRST, full))}) != len(full):
+            repeats = _repeats(columns)
+            distinct = [x for n, x in enumerate(columns) if n not in repeats]
+            full = [*filter(None, distinct)]
+        ends = full and (full[0][0], full[-1][-1])
+        middle = full and full[len(full) // 2]
+        some = middle and (*ends, middle[len(middle) // 2])
+        compiles = _compiler.is_dynamo_compiling() or _compiler._is_compiling_flag
+        if not some or compiles or not _TENSOR_TYPES.issuperset(map(type, some)):
+            return fact(columns, *more)
+        # Equal keys need not mean equal metadata: they choose with what it is compared.
+        chosen = *map(_DTYPE, some), *map(torch.Tensor.numel, some)
+        # A nested one is told apart: torch aborts where guards see it.
+        lengths, nested = map(len, columns), map(_IS_NESTED, some)
+        kept = _kept(fact, more, *repeats.items(), *lengths, *chosen, *nested)
+        for guards, found in kept:
+            if guards.check(*chain.from_iterable(distinct)):
+                return found
+        tensors, found = [*chain.from_iterable(distinct)], fact(columns, *more)
+        if _can_be_guarded(tensors):
+            guards = _guards(tensors)
+            _make_room(len(tensors))
+            # Four lists for a key, the newest first: gradients have the key of their parameters.
+            kept[:] = [(guards, found), *kept[:3]]
+        return found
 
-    vars(known)["entry"] = entry_of
     return cast("_Fact", known)
 
 
@@ -98,8 +96,6 @@ def _make_room(count: int) -> None:
 def _repeats(columns: Sequence[Sequence[torch.Tensor]]) -> dict[int, int]:
     """Numbers of columns that have the tensors of an earlier one, as in place, and of that."""
     heads = [id(column[0]) if column else 0 for column in columns]
-    if len({*heads}) == len(heads):
-        return {}
     pairs = enumerate(map(heads.index, heads))
     return {n: first for n, first in pairs if n > first and _are_same(columns[n], columns[first])}
 
@@ -113,7 +109,7 @@ def _can_be_guarded(tensors: Sequence[torch.Tensor]) -> bool:
     return (
         _Guards is not None
         and len({*map(id, tensors)}) == len(tensors)
-        and _PLAIN.issuperset(map(type, tensors))
+        and _TENSOR_TYPES.issuperset(map(type, tensors))
         and {*map(_LAYOUT, tensors)} == {torch.strided}
     )
 

@@ -31,7 +31,7 @@ import torch
 
 from apex.kernels._tables import Table
 from apex.ops import _runtime
-from apex.ops.lists.pointer_tables import TABLES, Known
+from apex.ops.lists.pointer_tables import TABLES
 from apex.ops.lists.quantized import (
     BLOCK,
     Quantized,
@@ -43,10 +43,8 @@ from apex.ops.lists.quantized import (
 )
 from apex.ops.lists.tensor_lists import (
     Scalar,
-    TensorColumn,
     TensorList,
-    addresses_of,
-    joined,
+    merged,
     numels_of,
     odd_positions,
     set_flag,
@@ -101,7 +99,7 @@ def store_new(raw: Values, values: Values, new: Values) -> Values:
     return new
 
 
-PLAIN = Codec(widen, store_new, "multi_tensor:widened,rounded")
+WIDENED = Codec(widen, store_new, "multi_tensor:widened,rounded")
 
 
 class _Call(NamedTuple):
@@ -134,7 +132,7 @@ def run(  # noqa: PLR0913 - one launch; all but four have a default
     *,
     noop: torch.Tensor | None = None,
     sums: tuple[int, ...] = (),
-    codec: Codec = PLAIN,
+    codec: Codec = WIDENED,
     seed: torch.Tensor | None = None,
     flag: torch.Tensor | None = None,
     flags: tuple[int, ...] = (),
@@ -191,7 +189,7 @@ def run(  # noqa: PLR0913 - one launch; all but four have a default
     if others:
         parts.append((others, _fused(_part(call, others))))
     found = [(positions, part.t()) for positions, part in parts if part is not None]
-    return joined(found).t().contiguous() if found else None
+    return merged(found).t().contiguous() if found else None
 
 
 def _no_sums(call: _Call) -> torch.Tensor:
@@ -372,70 +370,12 @@ def _fused(call: _Call) -> torch.Tensor | None:
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.
     if call.also is not None:
         torch.autograd.graph.increment_version(chain.from_iterable([*written, *call.also]))
-    known, repeats, what = None, list[Any](), None
-    if call.noop is None and not call.sums and torch.Tensor not in {*map(type, call.scalars)}:
-        what = call.update, call.stores, call.codec, _dtypes(call.columns)
-        known = _place_of(call, sizes, what)
-    found = kernels.launch(
+    return kernels.launch(
         layout,
         tables[: len(call.columns)],
         [column[0].dtype for column in call.columns],
         _jitted(call.update.kernel), call.stores, call.update.scalars._fields, call.scalars,
         noop=call.noop, sums=call.sums, codec=_jitted(call.codec.kernel), seed=call.seed,
         largest=call.largest, flag=call.flag, flags=call.flags,
-        repeats=None if known is None else repeats, **more,
+        **more,
     )  # fmt: skip
-    if known is not None and repeats:
-        known.repeat = what, repeats[0]
-    return found
-
-
-# What decides, beside addresses and sizes, how an update over lists is launched: the update, its
-# stores, the codec, the columns' dtypes.
-What = tuple[Update, tuple[tuple[int, int], ...], Codec, tuple[torch.dtype, ...]]
-
-
-def _dtypes(columns: Sequence[TensorList]) -> tuple[torch.dtype, ...]:
-    return tuple([column[0].dtype for column in columns])
-
-
-def _place_of(call: _Call, sizes: tuple[int, ...], what: What) -> Known | None:
-    """Where to note how an optimizer's call is launched; ``None`` if that is noted already."""
-    if call.codec.quantized or {*map(type, call.columns)} != {TensorColumn}:
-        return None
-    if _runtime.capturing():
-        return None
-    known = TABLES.known(sizes, addresses_of(call.columns), call.device)
-    if known is not None and known.repeat is not None and known.repeat[0] == what:
-        return None
-    return known
-
-
-def ready(
-    what: What,
-    numels: tuple[int, ...],
-    addresses: list[tuple[int, ...]],
-    device: torch.device,
-) -> Callable[[tuple[float, ...]], None] | None:
-    """Find what launches an update over lists again, where it has run before.
-
-    For a caller that knows that nothing but numbers is other than then. The caller tells autograd
-    of what is written.
-
-    Args:
-        what: What decides how it is launched.
-        numels: Elements of each tensor.
-        addresses: Where the tensors of each column begin.
-        device: Where the tensors are.
-
-    Returns:
-        A function of the scalars, which are floats of Python; ``None`` where :func:`run` is to run.
-    """
-    if not _runtime.can_fuse(device) or _runtime.capturing():
-        return None
-    known = TABLES.known(numels, addresses, device)
-    if known is None or known.repeat is None:
-        return None
-    then, repeat = known.repeat
-    launch: Callable[[tuple[float, ...]], None] | None = repeat.launch if then == what else None
-    return launch

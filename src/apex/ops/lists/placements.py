@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from apex.ops.lists.tensor_lists import OWN_MEMORY, TensorColumn, joined, local, local_parts, taken
+from apex.ops.lists.tensor_lists import OWN_MEMORY, TensorColumn, local, local_parts, merged, taken
 
 
 def placed(
@@ -113,7 +113,7 @@ def over_ranks(
             here = here.to(example.device_mesh.device_type)
         here = _all_reduced(here, group, largest=largest).to(values.device)
         rest = [(others, taken(values, others))] if others else []
-        values = joined([(positions, here), *rest])
+        values = merged([(positions, here), *rest])
     return values
 
 

@@ -55,22 +55,6 @@ class _Uploaded:
             self.event = None
 
 
-class Known:
-    """A launch whose tables are known.
-
-    Attributes:
-        call: Sizes, addresses, device and stream.
-        tables: Where programs work, and a table for each column.
-        repeat: What ran there, and its launch; see `multi_tensor.ready`.
-    """
-
-    __slots__ = ("call", "repeat", "tables")
-
-    def __init__(self, call: tuple[Any, ...], tables: tuple[Layout, list[Table]]) -> None:
-        self.call, self.tables = call, tables
-        self.repeat: Any = None
-
-
 class TableCache:
     """Tables by what is in them; the least recently used ones go first.
 
@@ -83,7 +67,7 @@ class TableCache:
         self._bytes = 0
         self._tables: OrderedDict[Any, dict[int, _Uploaded]] = OrderedDict()  # by key and stream
         self._captured: dict[int, Any] = {}
-        self._again: dict[Any, Known] = {}
+        self._again: dict[Any, tuple[Any, tuple[Layout, list[Table]]]] = {}
         self._lock = threading.Lock()
 
     def of_launch(
@@ -100,27 +84,16 @@ class TableCache:
         call = numels, addresses, device, current_stream(device)
         place = addresses[0][0], addresses[-1][0], len(addresses)
         known = self._again.get(place)
-        if known is not None and not capturing and known.call == call:
-            return known.tables
+        if known is not None and not capturing and known[0] == call:
+            return known[1]
         # Where programs work, and a table for each column: one call asks for the lock once.
         wanted = [(Layout, numels), *zip(repeat(Table), addresses, strict=False)]
         layout, *tables = self._find(wanted, device)
         if not capturing and self._have_arrived(wanted, device, call[-1]):
             if len(self._again) >= MOST_CALLS:
                 self._again.clear()
-            self._again[place] = Known(call, (layout, tables))
+            self._again[place] = call, (layout, tables)
         return layout, tables
-
-    def known(
-        self, numels: tuple[int, ...], addresses: list[tuple[int, ...]], device: torch.device
-    ) -> Known | None:
-        """What is known of a launch over these sizes and addresses; not for a capture."""
-        found = self._again.get((addresses[0][0], addresses[-1][0], len(addresses)))
-        call = numels, addresses, device, current_stream(device)
-        if found is None or found.call != call:
-            return None
-        found.call = call  # its tuples are those that the caller will ask for: comparing is brief
-        return found
 
     def table(self, column: Iterable[torch.Tensor], device: torch.device) -> Table:
         """Find or upload the addresses of a column."""

@@ -17,7 +17,7 @@ from apex._compat import private
 from apex.ops import _runtime
 from apex.ops.lists.multi_tensor import Update, Values, run
 from apex.ops.lists.overlaps import each_once, put_back
-from apex.ops.lists.tensor_lists import Scalar, TensorList, grouped, joined, odd_positions
+from apex.ops.lists.tensor_lists import Scalar, TensorList, grouped, merged, odd_positions
 
 ScaleScalars = namedtuple("ScaleScalars", "factor")
 AxpbyScalars = namedtuple("AxpbyScalars", "a b")
@@ -78,7 +78,7 @@ def scale_(
         put_back(out, once)
         if found is not None:
             parts.append((positions, found[0]))
-    return joined(parts) if parts else None
+    return merged(parts) if parts else None
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from apex.ops.lists.placements import over_ranks
-from apex.ops.lists.tensor_lists import joined, taken
+from apex.ops.lists.tensor_lists import merged, taken
 
 
 class Kind(NamedTuple):
@@ -115,7 +115,7 @@ def finish_on_shards(
             if mine:  # its sharded parameters get the sums of all ranks, the others keep their own
                 others = [*{*range(len(values))}.difference(mine)]
                 found = taken(whole, there).to(values.device, non_blocking=not values.is_cpu)
-                new = joined([(mine, found), *_if_any(others, values)])
+                new = merged([(mine, found), *_if_any(others, values)])
             _send(stages, new.t())
 
 
@@ -134,4 +134,4 @@ def _all_places(
     if missing:
         zeros = torch.zeros(len(missing), kind.numbers, device=device, dtype=torch.float32)
         moved.append((missing, zeros))
-    return joined(moved)
+    return merged(moved)

@@ -84,7 +84,7 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_bits(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split float32 into bfloat16, rounded half up, and the 16 low bits as int16.
 
     ``bits = (high << 16) + low``, with a sign: rounding up is carried into ``high``. A nan loses
@@ -96,11 +96,11 @@ def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
-def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`split`.
+def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`split_bits`.
 
-    A zero beside negative low bits, which :func:`split` never makes, is a zero that was written
-    over a weight: the bits are ignored, for joined they are nan.
+    A zero beside negative low bits, which :func:`split_bits` never makes, is a zero that was
+    written over a weight: the bits are ignored, for joined they are nan.
     """
     top = high.view(torch.int16)
     # CPU: 0.3 ms for 2**19 values, 1.0 with torch.where((high == 0) & (low < 0), ...).
@@ -135,7 +135,7 @@ def round_stochastically(
 
 PLAIN = Storage("plain", _widened, lambda value: (value,), "widened", "rounded")
 LOW_BITS = Storage(
-    "low_bits", join, split, "join_low_bits", "split_low_bits", torch.int16, "low_bits"
+    "low_bits", join_bits, split_bits, "join_low_bits", "split_low_bits", torch.int16, "low_bits"
 )
 KAHAN = Storage(
     "kahan", _corrected, _with_error, "add_error", "keep_error", torch.bfloat16, "error"

@@ -254,7 +254,7 @@ def _are_adjacent(addresses: tuple[int, ...], size: int) -> bool:
 _known_adjacent = functools.lru_cache(maxsize=64)(_are_adjacent)  # a pass less at each step
 
 
-def joined(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
+def merged(parts: Iterable[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
     """Undo :func:`taken`: make one vector of those of several groups.
 
     Args:

@@ -22,7 +22,15 @@ from apex.ops import _runtime
 from apex.ops.lists.flat import flatten
 from apex.ops.lists.multi_tensor import raise_flag, run
 from apex.ops.lists.scale import GIVEN, MAGNITUDE, SCALE, SQUARE, ScaleScalars
-from apex.ops.lists.tensor_lists import Scalar, TensorList, flag_to_set, grouped, joined, scalar_on
+from apex.ops.lists.tensor_lists import (
+    Scalar,
+    TensorList,
+    flag_to_set,
+    grouped,
+    merged,
+    numels_of,
+    scalar_on,
+)
 
 
 def square_sums(
@@ -103,7 +111,7 @@ def _each(what: int, column: TensorList, factor: Scalar, flag: torch.Tensor | No
         here = tensors[0].device
         found = _of_one_kind(what, tensors, scalar_on(factor, here), flag, dense=dense)
         parts.append((positions, found.to(device, non_blocking=device.type != "cpu")))
-    return joined(parts)
+    return merged(parts)
 
 
 def _of_one_kind(
@@ -141,8 +149,10 @@ def _square_sums_on_cpu(tensors: TensorList, factor: float) -> torch.Tensor:
     1,000 tensors of 8 x 8 0.8 (torch's norms, stacked, 1.5; the definition 9); EPYC, one thread.
     """
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    short = [_shortened(x, wide, factor) for x in tensors]
-    numels = [*map(torch.Tensor.numel, short)]
+    short, numels = tensors, numels_of(tensors)
+    if max(numels) > ROW or tensors[0].dtype != wide or factor != 1.0:
+        short = [_shortened(x, wide, factor) for x in tensors]
+        numels = numels_of(short)
     lengths = torch.tensor(numels, device="cpu", dtype=torch.int64)
     squares = flatten(short).double().square()
     return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).float()

@@ -330,7 +330,7 @@ def _fit(x: torch.Tensor, groups: Any, weight: Any, bias: Any) -> bool:
     channels, device = x.shape[1], x.device
     for tensor in (weight, bias):
         if tensor is not None and not (
-            type(tensor) in _runtime.PLAIN
+            type(tensor) in _runtime.TENSOR_TYPES
             and tensor.dtype in FLOATS
             and tensor.device == device
             and tensor.shape == (channels,)

@@ -152,7 +152,7 @@ def norm(
     elif implementation is not UNSURE and _fit(x, weight, bias, shape):
         dtypes = (x.dtype, x.dtype) if memory_efficient else (x.dtype,)
         if implementation is row_norm_pieces and not torch.is_grad_enabled():
-            tensors = operation._dense((x, weight, bias), range(3))
+            tensors = operation._dense((x, weight, bias))
             return row_norm_pieces.forward(*tensors, shape, eps, centered, *dtypes)[0]
         how = (implementation, shape, eps, centered, *dtypes)
         return operation.compute(x, weight, bias, how)
@@ -182,7 +182,7 @@ def _fit(x: torch.Tensor, weight: Any, bias: Any, shape: Any) -> bool:
     dtype, device = x.dtype, x.device
     for tensor in (weight, bias):
         if tensor is not None and not (
-            type(tensor) in _runtime.PLAIN
+            type(tensor) in _runtime.TENSOR_TYPES
             and tensor.dtype == dtype
             and tensor.device == device
             and tensor.shape == row

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from apex.ops.lists.tensor_lists import TensorList, odd_positions
 PIECE = 2**19
 DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.int16}
 
+_FIRST, _DTYPE = itemgetter(0), attrgetter("dtype")
+_NUMBERS = frozenset((float, int, bool, type(None)))  # types of most; each call takes 0.1 us
+
 Lists = list[list[torch.Tensor]]
 
 
@@ -39,8 +43,9 @@ def torch_steps(columns: Sequence[TensorList], options: StepOptions, *numbers: o
     if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
         return False
     every = list(columns) if options.extra is None else [*columns, options.extra]
-    known = all(map(_is_known, (options.factor, options.noop, *numbers)))
-    known = known and {column[0].dtype for column in every} <= DTYPES
+    given = options.factor, options.noop, *numbers
+    known = _NUMBERS.issuperset(map(type, given)) or all(map(_is_known, given))
+    known = known and {*map(_DTYPE, map(_FIRST, every))} <= DTYPES
     return known and (options.dense or not odd_positions(every))
 
 
@@ -97,7 +102,7 @@ def step_(
     if options.noop is not None and options.noop.item():
         return
     factor, extra = float(options.factor), options.extra
-    dtypes = {column[0].dtype for column in columns}
+    dtypes = {*map(_DTYPE, map(_FIRST, columns))}
     whole = factor == 1.0 and options.storage is PLAIN
     if whole and (dtypes == {torch.float32} or (narrow and len(dtypes) == 1 and extra is None)):
         kernel(*columns)

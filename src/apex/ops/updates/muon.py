@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from apex.ops.lists.multi_tensor import PLAIN, Update, Values, run
+from apex.ops.lists.multi_tensor import WIDENED, Update, Values, run
 from apex.ops.lists.storage import StepOptions, run_stored
 from apex.ops.lists.tensor_lists import Scalar, TensorList
 from apex.ops.updates.newton_schulz import NAMED, Iteration
@@ -101,7 +101,7 @@ def begin_(columns: Sequence[TensorList], hyper: Muon, options: StepOptions) -> 
     stores = ((1, 0), (2, 1), (0, 2)) if options.write_grads else ((1, 0), (2, 1))
     rest = 1 - hyper.momentum
     scalars = AverageScalars(options.factor, rest, rest if hyper.nesterov else 0.0)
-    codec = replace(PLAIN, quantized=tuple(one._replace(column=1) for one in options.quantized))
+    codec = replace(WIDENED, quantized=tuple(one._replace(column=1) for one in options.quantized))
     run(
         AVERAGE, [grads, buffers, directions], stores, scalars, noop=options.noop, codec=codec,
         dense=options.dense,

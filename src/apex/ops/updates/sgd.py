@@ -57,7 +57,7 @@ def reference(values: Values, s: MomentumScalars) -> Values:
     return param - s.lr * (update + s.late_decay * param), buffer, grad
 
 
-PLAIN = Update(plain_reference, "sgd:sgd", SGDScalars)
+WITHOUT_MOMENTUM = Update(plain_reference, "sgd:sgd", SGDScalars)
 MOMENTUM = Update(reference, "sgd:momentum", MomentumScalars)
 
 
@@ -100,7 +100,7 @@ def sgd_(
     late = hyper.wd_after_momentum and hyper.momentum and hyper.weight_decay
     kernel = None if late or first is not None else _torchs
     scalars = None if first is None else hyper.scalars(options.factor, first)
-    update = MOMENTUM if hyper.momentum else PLAIN
+    update = MOMENTUM if hyper.momentum else WITHOUT_MOMENTUM
     cpu_fused.step_or_run(update, kernel, columns, hyper, options, scalars=scalars)
 
 

@@ -16,7 +16,7 @@ import torch
 from apex.ops._check import FLOATS, ArgumentError
 from apex.ops._dtypes import WIDE, Optional
 from apex.ops._function import Applied
-from apex.ops._runtime import PLAIN
+from apex.ops._runtime import TENSOR_TYPES
 from apex.ops.layers import scaled_softmax as ops
 from apex.ops.norms._scripted import left_to_python
 from apex.transformer.enums import AttnMaskType
@@ -216,7 +216,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     def forward_torch_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
         """Compute with ``mask_func``, which a program may have written itself."""
         name = type(self).__name__
-        if type(input) not in PLAIN or input.dtype not in FLOATS or input.dim() < 2:
+        if type(input) not in TENSOR_TYPES or input.dtype not in FLOATS or input.dim() < 2:
             ops.check(name, input)
         queries, keys = input.shape[-2:]
         # A single query sees all keys; of several, fewer than keys, a mask has to say what they do.

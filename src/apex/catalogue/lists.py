@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from apex.catalogue.entry import DTYPES
 from apex.contrib.clip_grad import clip_grad_norm_
-from apex.selftest.catalogue.entry import DTYPES
 
 __all__ = ["LISTS", "ListOp", "Written"]
 

@@ -8,6 +8,8 @@ the new state by the names of `optimizer.state`. Tests compare Adam, SGD and Ada
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from apex import optimizers
+from apex.catalogue.entry import DTYPES
+from apex.catalogue.peers import Peer, foreach_lamb, foreach_novograd, of_torch
 from apex.contrib import optimizers as contrib
 from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamSWA
-from apex.selftest.catalogue.entry import DTYPES
-from apex.selftest.catalogue.peers import Peer, foreach_lamb, foreach_novograd, of_torch
 
 __all__ = [
-    "OPTIMIZERS", "Formula", "Optimizer", "State", "Step", "TimedStep", "Variant",
+    "BY_NAME", "OPTIMIZERS", "WITH_8_BITS", "Formula", "Optimizer", "State", "Step", "TimedStep",
+    "Variant", "makers",
     "TRUST", "adagrad", "adam", "adam_eps_inside", "lamb", "larc", "lion", "muon", "novograd",
     "sgd",
 ]  # fmt: skip
@@ -407,3 +410,31 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         launches=3,
     ),
 )  # fmt: skip
+
+Maker = Callable[..., Any]
+# Those of `apex.optimizers` that step float32 weights, by name, each with its first variant.
+BY_NAME = {
+    optimizer.title: optimizer for optimizer in OPTIMIZERS if optimizer.variants[0].every_test
+}
+WITH_8_BITS = [  # and moments in 8 bits
+    name
+    for name, optimizer in BY_NAME.items()
+    if any(variant.options.get("state") == "8bit" for variant in optimizer.variants)
+]
+
+
+def makers(lr: float | None = None, **options: Any) -> dict[str, Maker]:
+    """What makes each optimizer of `BY_NAME` from parameters, with these options where it has them.
+
+    Args:
+        lr: The learning rate of all; without it each has its own.
+        options: Others of constructors.
+    """
+    return {name: _maker(optimizer, lr, options) for name, optimizer in BY_NAME.items()}
+
+
+def _maker(optimizer: Optimizer, lr: float | None, options: Mapping[str, Any]) -> Maker:
+    known = inspect.signature(optimizer.make).parameters
+    own = {**optimizer.options, **optimizer.variants[0].options}
+    own |= {name: value for name, value in options.items() if name in known}
+    return functools.partial(optimizer.make, **own | ({} if lr is None else {"lr": lr}))

@@ -12,15 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from apex.contrib.index_mul_2d import index_mul_2d
-from apex.contrib.multihead_attn import SelfMultiheadAttn
-from apex.fused_dense.fused_dense import _fused_dense_gelu_dense
-from apex.mlp import mlp_function, swiglu
-from apex.ops.layers import index_mul_2d as index_mul_2d_op
-from apex.ops.layers import rotary, scaled_softmax
-from apex.ops.layers import swiglu as swiglu_op
-from apex.selftest import tolerance
-from apex.selftest.catalogue.entry import (
+from apex.catalogue import tolerance
+from apex.catalogue.entry import (
     ATTENTION,
     CAUSAL,
     HEAD,
@@ -35,6 +28,13 @@ from apex.selftest.catalogue.entry import (
     Shape,
     Timed,
 )
+from apex.contrib.index_mul_2d import index_mul_2d
+from apex.contrib.multihead_attn import SelfMultiheadAttn
+from apex.fused_dense.fused_dense import _fused_dense_gelu_dense
+from apex.mlp import mlp_function, swiglu
+from apex.ops.layers import index_mul_2d as index_mul_2d_op
+from apex.ops.layers import rotary, scaled_softmax
+from apex.ops.layers import swiglu as swiglu_op
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from apex.transformer.functional.fused_softmax import (
     scaled_masked_softmax,

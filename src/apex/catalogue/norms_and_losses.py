@@ -11,15 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from apex.contrib.focal_loss import focal_loss
-from apex.contrib.layer_norm import FastLayerNorm
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
-from apex.normalization import fused_layer_norm as norms
-from apex.ops.losses import cross_entropy
-from apex.ops.losses import focal_loss as focal_loss_op
-from apex.ops.norms import group_norm, row_norms
-from apex.selftest import tolerance
-from apex.selftest.catalogue.entry import (
+from apex.catalogue import tolerance
+from apex.catalogue.entry import (
     IMAGES,
     MATRICES,
     ROWS,
@@ -30,6 +23,13 @@ from apex.selftest.catalogue.entry import (
     Shape,
     Timed,
 )
+from apex.contrib.focal_loss import focal_loss
+from apex.contrib.layer_norm import FastLayerNorm
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
+from apex.normalization import fused_layer_norm as norms
+from apex.ops.losses import cross_entropy
+from apex.ops.losses import focal_loss as focal_loss_op
+from apex.ops.norms import group_norm, row_norms
 
 __all__ = ["OPS"]
 

@@ -1,14 +1,14 @@
-"""What a step keeps is never stale: edits between steps, beside an optimizer that forgets.
+"""What is kept between steps is never stale: edits, beside an optimizer that forgets all of it.
 
-What is kept of columns, and the launches over them that are made again with other numbers.
+Kept are facts about lists by their metadata, tables of addresses, and which gradients are apart.
 """
 
 import numpy as np
 import pytest
 import torch
 
-from apex.kernels._plans import Repeat
 from apex.ops import _runtime
+from apex.ops.lists import metadata, pointer_tables
 from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 SHAPES = ((4, 4), (5,), (2, 3))
@@ -110,12 +110,10 @@ EDITS = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def again(monkeypatch):
-    """The launches that are made again."""
-    made, launch = [], Repeat.launch
-    monkeypatch.setattr(Repeat, "launch", lambda *x: (made.append(x), launch(*x)))
-    return made
+def _forget(optimizer):
+    metadata._kept.cache_clear()
+    pointer_tables.TABLES._again.clear()
+    vars(optimizer).pop("_apart", None)
 
 
 def _trained(kind, options, edit, forgets, groups=1, shapes=SHAPES):
@@ -124,7 +122,6 @@ def _trained(kind, options, edit, forgets, groups=1, shapes=SHAPES):
     rest = [{"params": [param]} for param in params[1:]] if groups > 1 else []
     optimizer = kind([{"params": params[:1], "lr": 0.5}, *rest] if rest else params, **options)
     memory = [torch.empty_like(param) for param in params]
-    recalled = 0
     for number in range(6):
         for param, at in zip(params, memory, strict=True):
             grad = torch.randn(param.shape, generator=generator)
@@ -132,25 +129,22 @@ def _trained(kind, options, edit, forgets, groups=1, shapes=SHAPES):
         if number == 3:
             edit(optimizer, params)
         if forgets:
-            optimizer._uniform = None
+            _forget(optimizer)
         with _runtime.use("triton"):
             optimizer.step()
-        recalled += bool(optimizer._uniform and optimizer._uniform.together)
-    return [*params, *(x for s in optimizer.state.values() for x in s.values())], recalled
+    return [*params, *(x for s in optimizer.state.values() for x in s.values())]
+
+
+def _assert_nothing_is_stale(*how, **more):
+    found, expected = (_trained(*how, forgets, **more) for forgets in (False, True))
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_after_an_edit_a_step_is_that_of_one_that_forgets(kind, options, edit, again):
-    found, recalled = _trained(kind, options, edit, False)
-    repeated = len(again)
-    expected, never = _trained(kind, options, edit, True)
-    assert recalled >= 2
-    assert never == 0
-    assert repeated == len(again)
-    assert (repeated >= 2) is (kind in (FusedAdam, FusedSGD))
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+def test_after_an_edit_a_step_is_that_of_one_that_forgets(kind, options, edit):
+    _assert_nothing_is_stale(kind, options, edit)
 
 
 def last_states_in_another_order(optimizer, params):
@@ -158,12 +152,8 @@ def last_states_in_another_order(optimizer, params):
 
 
 @pytest.mark.parametrize("edit", [states_in_another_order, last_states_in_another_order])
-def test_the_states_of_equal_weights_are_not_exchanged(edit, again):
-    options = {"lr": 0.1, "momentum": 0.9}
-    both = [_trained(FusedSGD, options, edit, forgets, 1, [(5,)] * 3) for forgets in (False, True)]
-    (found, recalled), (expected, _) = both
-    assert recalled >= 2
-    assert all(map(torch.equal, found, expected))
+def test_the_states_of_equal_weights_are_not_exchanged(edit):
+    _assert_nothing_is_stale(FusedSGD, {"lr": 0.1, "momentum": 0.9}, edit, shapes=[(5,)] * 3)
 
 
 def nothing(optimizer, params):
@@ -172,12 +162,8 @@ def nothing(optimizer, params):
 
 @pytest.mark.parametrize("edit", [nothing, elsewhere, other_numbers])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
-def test_groups_that_are_launched_apart(name, edit, again):
-    found, _ = _trained(*KINDS[name], edit, False, groups=3)
-    repeated = len(again)
-    expected, _ = _trained(*KINDS[name], edit, True, groups=3)
-    assert repeated == len(again) >= 6  # two launches a step: the last two groups are joined
-    assert all(map(torch.equal, found, expected))
+def test_groups_that_are_launched_apart(name, edit):
+    _assert_nothing_is_stale(*KINDS[name], edit, groups=3)
 
 
 def late_decay(optimizer, params):
@@ -200,26 +186,22 @@ def a_rate_in_an_array(optimizer, params):
     optimizer.register_step_post_hook(lambda *_: np.multiply(rate, 0.5, out=rate))
 
 
-def test_a_state_that_is_not_stepped_is_seen(again):
+def test_a_state_that_is_not_stepped_is_seen():
     """Without momentum there are no slots to look for."""
     for forgets in (False, True):
-        found, _ = _trained(FusedSGD, {"lr": 0.5}, a_master, forgets)
+        found = _trained(FusedSGD, {"lr": 0.5}, a_master, forgets)
         assert torch.equal(found[1], found[-1])
 
 
 @pytest.mark.parametrize(
     "edit", [nothing, late_decay, looks_ahead, another_scale, a_rate_in_an_array]
 )
-def test_numbers_of_a_launch_are_those_of_now(edit, again):
+def test_numbers_of_a_launch_are_those_of_now(edit):
     options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.25}
-    found, _ = _trained(FusedSGD, options, edit, False)
-    repeated = len(again)
-    expected, _ = _trained(FusedSGD, options, edit, True)
-    assert repeated == len(again) >= 3
-    assert all(map(torch.equal, found, expected))
+    _assert_nothing_is_stale(FusedSGD, options, edit)
 
 
-def test_a_launch_is_not_that_of_other_dtypes(again):
+def test_a_launch_is_not_that_of_other_dtypes():
     """Where the tensors of one optimizer are, those of another are, of the same sizes."""
     memory, trained = torch.zeros(3, 8, dtype=torch.int16), {}
     for dtype in (torch.float16, torch.bfloat16):
@@ -235,18 +217,13 @@ def test_a_launch_is_not_that_of_other_dtypes(again):
         with _runtime.use("triton"):
             optimizer.step()
         assert (param.tolist(), state.tolist()) == ([0.625] * 8, [0.75] * 8)
-    assert len(again) == 2
 
 
-def test_a_step_that_clips_is_not_that_of_one_that_does_not(again):
-    clips = FusedAdam, {"max_grad_norm": 0.5, "eps": 1.0}
-    found, _ = _trained(*clips, nothing, False)
-    expected, _ = _trained(*clips, nothing, True)
-    assert all(map(torch.equal, found, expected))
-    assert not again
+def test_a_step_that_clips_is_not_that_of_one_that_does_not():
+    _assert_nothing_is_stale(FusedAdam, {"max_grad_norm": 0.5, "eps": 1.0}, nothing)
 
 
-def test_gradients_that_are_left_scaled_are_written(again):
+def test_gradients_that_are_left_scaled_are_written():
     param = torch.nn.Parameter(torch.ones(4))
     grad, optimizer = torch.ones(4), FusedSGD([param], lr=0.5)
     for writes in (False, False, True, False):
@@ -255,32 +232,6 @@ def test_gradients_that_are_left_scaled_are_written(again):
             optimizer.step_scaled(0.5, write_grads=writes)
         assert grad.tolist() == [0.5 if writes else 1.0] * 4
     assert param.tolist() == [0.0] * 4
-    assert len(again) == 1
-
-
-def test_where_no_kernel_runs_no_launch_is_made_again(again):
-    param = torch.nn.Parameter(torch.ones(4))
-    grad, optimizer = torch.ones(4), FusedSGD([param], lr=0.5)
-    for path in ("triton", "triton", "reference", "triton"):
-        before = len(again)
-        param.grad = grad.detach()
-        with _runtime.use(path):
-            optimizer.step()
-    assert (before, len(again)) == (1, 2)
-
-
-def test_a_number_on_a_device_is_not_read(again):
-    """Of tensors a general launch passes the address."""
-    param = torch.nn.Parameter(torch.ones(4))
-    grad, optimizer = torch.ones(4), FusedAdam([param])
-    for repeats, lr in ((2, 0.5), (0, torch.tensor(0.5)), (1, 0.25)):
-        again.clear()
-        optimizer.param_groups[0]["lr"] = lr
-        for _ in range(3 if repeats == 2 else 1):
-            param.grad = grad.detach()
-            with _runtime.use("triton"):
-                optimizer.step()
-        assert len(again) == repeats
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
@@ -302,24 +253,14 @@ def test_autograd_is_told_of_what_is_written(kind, options):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_a_nested_gradient_is_refused_in_words():
-    """torch would end the process where it compares sizes of one."""
-    param = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = FusedSGD([param], lr=0.1)
+    """torch would end the process where it compares sizes of one, as it does in the middle."""
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(7)]
+    optimizer = FusedSGD(params, lr=0.1)
     for _ in range(3):
-        param.grad = torch.ones(2, 2)
+        for param in params:
+            param.grad = torch.ones(2, 2)
         with _runtime.use("triton"):
             optimizer.step()
-    assert optimizer._uniform.together
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(2)])
-    with _runtime.use("triton"), pytest.raises((TypeError, RuntimeError)):
-        optimizer.step_scaled(grads={param: nested})
-
-
-def test_nothing_kept_is_in_a_copy():
-    param = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = FusedSGD([param], lr=0.1)
-    param.grad = torch.ones(2, 2)
-    with _runtime.use("triton"):
-        optimizer.step()
-    assert "_uniform" in vars(optimizer)
-    assert "_uniform" not in optimizer.__getstate__()
+    with _runtime.use("triton"), pytest.raises(TypeError, match="gradient 1 is a nested"):
+        optimizer.step_scaled(grads={params[1]: nested})

@@ -1,7 +1,7 @@
 """All ops on tensors."""
 
-from apex.selftest.catalogue import layers, norms_and_losses
-from apex.selftest.catalogue.entry import Op
+from apex.catalogue import layers, norms_and_losses
+from apex.catalogue.entry import Op
 
 __all__ = ["OPS"]
 
