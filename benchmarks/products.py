@@ -27,8 +27,8 @@ from tools import quiet_without_reader
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 JORDAN = (3.4445, -4.7750, 2.0315)
 FORMS = {
-    "standard": Iteration(JORDAN, 1e-7, 5),
-    "Gram": Iteration(JORDAN, 1e-7, 5, gram=True),
+    "standard": Iteration((JORDAN,), 1e-7, 5),
+    "Gram": Iteration((JORDAN,), 1e-7, 5, gram=True),
 }
 Row = dict[str, Any]
 

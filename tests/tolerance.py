@@ -15,6 +15,10 @@ ADDED_IN_PIECES = 2.0
 # exponentials of torch's softmax on a CPU have an error of tens of eps; p - 1 would be off by 1e6.
 NEAR_PROBABILITY_1 = 256.0
 
+# Eight iterations of Polar Express in float64, where singular values are 0.01 to 1 before: how far
+# they are from 1. Its factors of 1.01 for rounding leave 0.0003.
+POLAR_EXPRESS = 1e-3
+
 # Delayed passes at O2 add up in float16: three additions of one rounding (2**-11) each, and the
 # gradients themselves are within one. Largest over 20 seeds of the test that uses it: 2**-10.36.
 HALF_ACCUMULATION = 2.0**-9

@@ -520,7 +520,8 @@ LAYOUTS_OF_STATE = {  # as in the original
     "FusedLion": ("exp_avg", "betas"),
     "FusedMuon": (  # as in torch.optim.Muon, and what steps the rest; here of a vector
         "exp_avg exp_avg_sq",
-        "adjust_lr_fn algorithm betas eps flatten momentum nesterov ns_coefficients ns_steps step",
+        "adjust_lr_fn algorithm betas eps flatten momentum nesterov ns_coefficients ns_steps split "
+        "step",
     ),
 }
 

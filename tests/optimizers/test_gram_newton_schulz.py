@@ -15,7 +15,7 @@ from tests.ranks import Ranks
 from tests.tolerance import GRAM_DISTANCE, GRAM_ERRORS, MUON, MUON_SINGULAR, rms
 
 JORDAN = (3.4445, -4.7750, 2.0315)
-STANDARD, GRAM = Iteration(JORDAN, 1e-7, 5), Iteration(JORDAN, 1e-7, 5, gram=True)
+STANDARD, GRAM = Iteration((JORDAN,), 1e-7, 5), Iteration((JORDAN,), 1e-7, 5, gram=True)
 GRAM_OPTIONS = {"ns_algorithm": "gram_newton_schulz"}
 BFLOAT16, FLOAT16, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -71,7 +71,7 @@ def test_as_orthogonal_as_the_standard_form(dtype, condition):
 def test_the_same_polynomials(coefficients, steps):
     """In float64, where roundings are too small to grow."""
     matrices = drawn(6, 30, 20.0)
-    numbers = Iteration(coefficients, 1e-7, steps)
+    numbers = Iteration((coefficients,), 1e-7, steps)
     standard = middle.newton_schulz(matrices, numbers)
     gram = middle.newton_schulz(matrices, numbers._replace(gram=True))
     torch.testing.assert_close(gram, standard)
@@ -117,7 +117,7 @@ def test_awkward_shapes(shape):
     ],
 )
 def test_how_many_iterations_go_over_a_gram_matrix(coefficients, steps, expected):
-    assert middle.runs(Iteration(coefficients, 1e-7, steps, gram=True)) == expected
+    assert middle.runs(Iteration((coefficients,), 1e-7, steps, gram=True)) == expected
 
 
 def test_products_of_both_forms():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import count, islice
@@ -18,6 +20,7 @@ from apex.bench.training import tasks
 from apex.bench.training.tasks.task import Task, TaskOptions
 from apex.cli.command_line import UsageError, raised
 from apex.cli.options import add_device, at_least, check_file, pick_device
+from apex.cli.progress import progress
 from apex.debug import WhatIf, what_if
 from apex.debug.what_if.formats import FORMATS
 from apex.debug.what_if.judging import ENOUGH
@@ -27,6 +30,7 @@ the formats are emulated. Prints an answer, a table and the reasons. The task is
 FILE.py:FUNCTION gives an object with model(), loss(model, batch) and loader(batch_size, seed)."""
 
 OK, UNDECIDED = 0, 1  # exit codes
+SECONDS = 20.0  # between lines about progress in a log file
 PLOTS = (".png", ".svg", ".pdf")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
@@ -119,7 +123,26 @@ def _studied(task: Task, args: argparse.Namespace, device: torch.device) -> What
         tree_map_only(torch.Tensor, lambda one: one.to(device), batch)
         for batch in islice(_epochs(task, args), args.batches)
     ]
-    return what_if(model, task.loss, batches, formats=args.formats, optimizer=optimizer)
+    with progress(len(batches), "") as bar:
+        said = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal said
+            bar.update(done / total * len(batches))
+            if time.monotonic() - said > SECONDS and not sys.stderr.isatty():
+                said = time.monotonic()
+                bar.print(f"apex what-if: {done} of {total} passes over batches")
+
+        bar.describe("looking at batches")
+        return what_if(
+            model,
+            task.loss,
+            batches,
+            formats=args.formats,
+            optimizer=optimizer,
+            limit=max(len(batches), 1),
+            progress=show,
+        )
 
 
 def _epochs(task: Task, args: argparse.Namespace) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -297,8 +297,8 @@ class Replay:
         outputs, seeds = zip(*pairs, strict=True)
         leaves = [*self._named.values(), *given]
         is_sharded = any(hasattr(call.model, "unshard") for call in self.calls)
-        if is_sharded or _is_reentrant(outputs):
-            found = _by_backward(outputs, seeds, leaves, keep)
+        if is_sharded or is_reentrant(outputs):
+            found = by_backward(outputs, seeds, leaves, keep)
         else:
             found = [*torch.autograd.grad(outputs, leaves, seeds, keep, allow_unused=True)]
         for name, gradient in zip(self._named, found, strict=False):
@@ -344,7 +344,7 @@ def _leaf(value: Any, made: dict[int, torch.Tensor]) -> Any:
     return value.detach().requires_grad_() if value.requires_grad else value
 
 
-def _is_reentrant(outputs: tuple[torch.Tensor, ...]) -> bool:
+def is_reentrant(outputs: Sequence[torch.Tensor]) -> bool:
     """Whether a part of the graph is a reentrant checkpoint: refuses ``torch.autograd.grad``."""
     nodes: list[Any] = [output.grad_fn for output in outputs]
     seen: set[Any] = {None}
@@ -355,9 +355,10 @@ def _is_reentrant(outputs: tuple[torch.Tensor, ...]) -> bool:
     return any("Checkpoint" in node.name() for node in seen - {None})
 
 
-def _by_backward(
-    outputs: tuple[torch.Tensor, ...], seeds: Any, leaves: list[torch.Tensor], keep: bool
+def by_backward(
+    outputs: Sequence[torch.Tensor], seeds: Any, leaves: Sequence[torch.Tensor], keep: bool
 ) -> list[torch.Tensor | None]:
+    """The gradients of ``leaves``, whose ``.grad`` is afterwards what it was."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

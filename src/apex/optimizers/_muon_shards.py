@@ -57,6 +57,7 @@ class Matrix(NamedTuple):
         flatten: Whether it is one matrix, from dim 1 on flattened.
         dtype: Of its direction.
         device: Of its direction.
+        split: How many blocks of rows it is.
     """
 
     param: Any
@@ -64,12 +65,14 @@ class Matrix(NamedTuple):
     flatten: bool
     dtype: torch.dtype
     device: torch.device
+    split: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole matrices."""
+        """Of the whole matrices, or their blocks."""
         shape = self.param.shape
-        return (shape[0], shape[1:].numel()) if self.flatten else (shape[-2], shape[-1])
+        rows, columns = (shape[0], shape[1:].numel()) if self.flatten else shape[-2:]
+        return rows // self.split, columns
 
 
 class Batch(NamedTuple):
@@ -143,7 +146,7 @@ def planned(matrices: Sequence[Matrix]) -> list[Batch]:
     batches = []
     for (mesh, dims, _, device), numbers in routes.items():
         some = [matrices[number] for number in numbers]
-        kinds = [(one.shape, one.numbers, one.flatten) for one in some]
+        kinds = [(one.shape, one.numbers, one.flatten, one.split) for one in some]
         limit = most(device)
         capacity = SENT * math.prod(mesh.size(dim) for dim in dims) if dims else limit
         left = -1
@@ -183,7 +186,7 @@ def orthogonalize(batch: Batch, matrices: Sequence[Matrix], parts: Parts) -> Par
         if stack[0] in parts:
             first = matrices[stack[0]]
             whole = [parts[number] for number in stack]
-            done = orthogonalized(whole, first.numbers, first.flatten)
+            done = orthogonalized(whole, first.numbers, first.flatten, first.split)
             parts.update(zip(stack, done, strict=True))
     for trip, before in zip(reversed(trips), reversed(shapes), strict=True):
         parts = trip.scattered(parts, before)

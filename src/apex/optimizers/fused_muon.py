@@ -12,6 +12,7 @@ matrices of different launches are stacked and travel together
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from apex.ops.lists.storage import StepOptions
 from apex.ops.lists.tensor_lists import Scalar, local
 from apex.ops.updates.adam import Adam, adam_
 from apex.ops.updates.muon import ALGORITHMS, Muon, begin_, finish_
+from apex.ops.updates.newton_schulz import JORDAN, NAMED
+from apex.optimizers import _muon_groups
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checks import tensors_of
 from apex.optimizers._muon_shards import Batch, Matrix, legs, orthogonalize, planned
@@ -31,7 +34,6 @@ from apex.optimizers._step import GroupGrads, Launch
 
 SLOTS = {"muon": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq")}
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
-JORDAN = (3.4445, -4.7750, 2.0315)
 
 Rule = Callable[[str | None, torch.Tensor], bool]
 
@@ -68,9 +70,11 @@ class FusedMuon(FusedOptimizer):
 
     A parameter is stepped as a matrix if it has 2 dimensions, or 3: then it is a stack of matrices,
     each orthogonalised on its own (the experts of a layer). Embeddings and output layers have 2
-    dimensions, and are better stepped by Adam: say so by ``is_matrix`` or by groups with
-    ``"algorithm": "adam"``. The weight of a ``Conv1d`` has 3 and is no stack: see ``flatten``. A
-    group that has both kinds of parameters becomes two groups.
+    dimensions, and are better stepped by Adam: :meth:`groups_for` makes groups of a model by what
+    its modules are. Else say so by ``is_matrix`` or by groups with ``"algorithm": "adam"``: of
+    plain tensors nobody can know, and of named parameters the constructor warns. The weight of a
+    ``Conv1d`` has 3 dimensions and is no stack: see ``flatten``. A group that has both kinds of
+    parameters becomes two groups.
 
     Of sharded parameters (``fully_shard``, ``parallelize_module``) each is collected at an owner
     rank, see :mod:`apex.optimizers._muon_shards`; replicated ones are computed on each rank. All
@@ -80,12 +84,14 @@ class FusedMuon(FusedOptimizer):
 
     Args:
         params: Parameters, named parameters or groups. Groups may have an ``"algorithm"``,
-            ``"muon"`` or ``"adam"``, with a ``lr``, ``eps`` and ``weight_decay`` of that.
+            ``"muon"`` or ``"adam"``, with a ``lr``, ``eps`` and ``weight_decay`` of that, and
+            their own ``split`` and ``flatten``.
         lr: Learning rate.
         weight_decay: Decoupled weight decay.
         momentum: Decay of the momentum, from 0 to below 1.
         nesterov: Whether the gradient counts once more in the direction.
-        ns_coefficients: Of the Newton-Schulz iteration: three numbers.
+        ns_coefficients: Of the Newton-Schulz iteration: three numbers, ``"quintic"`` for the
+            default ones, or ``"polar_express"``, whose iterations differ (arXiv:2505.16932).
         eps: Least norm that a direction is divided by.
         ns_steps: Iterations, at most 99.
         adjust_lr_fn: What ``lr`` is multiplied by for a matrix of A rows and B columns:
@@ -93,6 +99,8 @@ class FusedMuon(FusedOptimizer):
             ``0.2 * sqrt(max(A, B))``, with which ``lr`` and ``weight_decay`` of AdamW fit.
         flatten: Step parameters of 3 or more dimensions as matrices ``(shape[0], the others)``:
             for convolutions. By default those of 4 or more are stepped by Adam.
+        split: Orthogonalise each matrix in so many blocks of rows: 3 for fused weights of query,
+            key and value, three times the heads for each head. ``adjust_lr_fn`` goes by a block.
         is_matrix: ``(name or None, parameter) -> bool``, instead of the rule above; called once for
             each parameter. Names are those of named parameters.
         adam_lr: ``lr`` of what Adam steps, where a group gives none; ``None`` is ``lr``.
@@ -106,18 +114,18 @@ class FusedMuon(FusedOptimizer):
             side is over 1.5 times the short one. It rounds differently. No GPU has timed it.
 
     Raises:
-        ValueError: As in the base; a number out of range, or a parameter that has no matrices and
-            was to be stepped as one.
+        ValueError: As in the base; a number out of range, or a parameter that has no matrices, or
+            cannot be split, and was to be stepped as one.
         RuntimeError: As in the base; a parameter is sharded in a way that cannot be collected.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
-        >>> optimizer = FusedMuon(
-        ...     model.named_parameters(), lr=0.02, adam_lr=1e-3, weight_decay=0.01,
-        ...     is_matrix=lambda name, param: param.dim() == 2 and name != "0.weight",
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9)
         ... )
-        >>> [group["algorithm"] for group in optimizer.param_groups]
-        ['adam', 'muon']
+        >>> groups = FusedMuon.groups_for(model, outputs=["2"])
+        >>> optimizer = FusedMuon(groups, lr=0.02, adam_lr=1e-3, weight_decay=0.01)
+        >>> [(group["algorithm"], len(group["params"])) for group in optimizer.param_groups]
+        [('muon', 1), ('adam', 4)]
         >>> model(torch.arange(3)).sum().backward()
         >>> optimizer.step()
     """
@@ -131,7 +139,7 @@ class FusedMuon(FusedOptimizer):
     adam_weight_decay: float | torch.Tensor | None = None
     adam_eps = 1e-8
     _waiting: list[_Waiting]
-    _not_in_torch = ("algorithm", "betas", "flatten")
+    _not_in_torch = ("algorithm", "betas", "flatten", "split")
 
     def __init__(  # noqa: PLR0913 - torch's, and Adam's
         self,
@@ -140,12 +148,13 @@ class FusedMuon(FusedOptimizer):
         weight_decay: float | torch.Tensor = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = JORDAN,
+        ns_coefficients: str | tuple[float, float, float] = JORDAN,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
         flatten: bool = False,
+        split: int = 1,
         is_matrix: Rule | None = None,
         adam_lr: float | torch.Tensor | None = None,
         adam_weight_decay: float | torch.Tensor | None = None,
@@ -179,7 +188,8 @@ class FusedMuon(FusedOptimizer):
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn, "flatten": flatten, "betas": betas, "algorithm": "muon",
+            "adjust_lr_fn": adjust_lr_fn, "flatten": flatten, "split": split, "betas": betas,
+            "algorithm": "muon",
         }  # fmt: skip
         self._check_numbers(defaults)
         self._check_numbers({**defaults, **self._of_adam()})
@@ -192,6 +202,34 @@ class FusedMuon(FusedOptimizer):
         return {**super().__getstate__(), "is_matrix": self.is_matrix}
 
     # -- groups ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def groups_for(
+        model: torch.nn.Module,
+        *,
+        outputs: Iterable[str] | None = None,
+        matrices: Iterable[str] = (),
+    ) -> list[dict[str, Any]]:
+        """Make the groups of a model: hidden matrices for Muon, everything else for Adam.
+
+        See :func:`apex.optimizers._muon_groups.groups_for` for which modules have matrices.
+
+        Args:
+            model: The model; parameters that need no gradient are left out.
+            outputs: Names of its output layers. By default those that it names itself
+                (``get_output_embeddings()``), whose weight is that of an embedding, of a
+                ``LinearCrossEntropyLoss``, and those whose name says so, such as ``lm_head``.
+            matrices: Names of further parameters that are matrices, or stacks of them, with
+                ``fnmatch`` patterns: ``"*.experts.*"``.
+
+        Returns:
+            Groups of named parameters, to be passed to the constructor.
+
+        Raises:
+            ValueError: A name or pattern fits nothing.
+            UserWarning: By default no output layer was found.
+        """
+        return _muon_groups.groups_for(model, outputs=outputs, matrices=matrices)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, or two: one for its matrices and one for the rest; see the base."""
@@ -223,6 +261,7 @@ class FusedMuon(FusedOptimizer):
                 return [{**group, "params": listed}]  # torch's own error
             flatten = bool(group.get("flatten", self.defaults["flatten"]))
             algorithm = group.get("algorithm") or self._chosen(name, param, flatten)
+            split = group.get("split", self.defaults["split"])
             if algorithm == "muon" and not _has_matrices(param, flatten):
                 raise ValueError(
                     f"FusedMuon: a parameter{f' ({name})' if name else ''} of shape "
@@ -232,6 +271,13 @@ class FusedMuon(FusedOptimizer):
                 )
             if algorithm == "muon":
                 legs(param, flatten)  # raises
+                rows = param.shape[0] if flatten else param.shape[-2]
+                if type(split) is int and split > 0 and rows % split:
+                    raise ValueError(
+                        f"FusedMuon: a parameter{f' ({name})' if name else ''} of shape "
+                        f"{tuple(param.shape)} has {rows} rows, which split={split} does not "
+                        "divide. Put it into a group with another split."
+                    )
             entries.setdefault(algorithm, []).append(entry)
         own = {
             key: value
@@ -251,6 +297,13 @@ class FusedMuon(FusedOptimizer):
     def _chosen(self, name: str | None, param: torch.Tensor, flatten: bool) -> str:
         rule = self.is_matrix
         chosen = _has_matrices(param, flatten) if rule is None else rule(name, param)
+        if chosen and rule is None and name and _muon_groups.is_outer(name):
+            warnings.warn(
+                f"FusedMuon: {name} looks like an embedding or an output layer, which Adam steps "
+                "better. Pass FusedMuon.groups_for(model), or is_matrix=, which decides without "
+                "this warning.",
+                stacklevel=2,
+            )
         return "muon" if chosen else "adam"
 
     def _check_keys(self, group: Mapping[str, Any]) -> None:
@@ -266,11 +319,14 @@ class FusedMuon(FusedOptimizer):
         group = {**self.defaults, **group} if hasattr(self, "defaults") else group
         coefficients, steps = group["ns_coefficients"], group["ns_steps"]
         is_listed = isinstance(coefficients, tuple | list) and len(coefficients) == 3
+        is_named = isinstance(coefficients, str) and coefficients in NAMED
         for key, is_right, allowed in (
             ("algorithm", group["algorithm"] in SLOTS, "'muon' and 'adam'"),
             ("momentum", float(group["momentum"]) < 1, "numbers from 0 to below 1"),
-            ("ns_coefficients", is_listed and {*map(type, coefficients)} <= {int, float},
-             "three numbers"),
+            ("ns_coefficients", is_named or (
+                is_listed and {*map(type, coefficients)} <= {int, float}
+            ), f"three numbers, {', '.join(map(repr, NAMED))}"),
+            ("split", type(group["split"]) is int and group["split"] > 0, "whole numbers from 1"),
             ("ns_steps", isinstance(steps, int) and 0 <= steps < 100, "whole numbers from 0 to 99"),
             ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS,
              "None, 'original' and 'match_rms_adamw'"),
@@ -317,7 +373,8 @@ class FusedMuon(FusedOptimizer):
                 device = local(param).device
                 hyper = place[1].hyper if place else self._numbers_of(group, device, Muon)
                 dtype = hyper.direction_dtype(param.dtype)
-                matrices.append(Matrix(param, hyper.iteration, hyper.flatten, dtype, device))
+                how = hyper.iteration, hyper.flatten, dtype, device, hyper.split
+                matrices.append(Matrix(param, *how))
                 places.append(place)
         for batch in planned(matrices):
             _step_batch(batch, matrices, places)
@@ -347,6 +404,14 @@ class FusedMuon(FusedOptimizer):
                 "FusedMuon: torch.optim.Muon steps matrices alone, and a group has "
                 "algorithm='adam'. Make an optimizer for these, or save state_dict()."
             )
+        if isinstance(group["ns_coefficients"], str):
+            coefficients = NAMED[group["ns_coefficients"]]
+            if len(coefficients) > 1:
+                raise ValueError(
+                    f"FusedMuon: torch.optim.Muon has no {group['ns_coefficients']!r}: its "
+                    "iterations have the same coefficients. Save state_dict()."
+                )
+            group["ns_coefficients"] = coefficients[0]
         return {key: group[key] for key in group if key not in self._not_in_torch}
 
 

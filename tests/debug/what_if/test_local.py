@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -160,7 +161,10 @@ def test_gradients_that_the_program_differentiates_or_changes(of, monkeypatch):
 
 
 def test_a_healthy_network_is_passed_once_a_batch():
-    """And not again for suspects, of which it has none; its scale is that of the first batch."""
+    """And not again for suspects, of which it has none; its scale is that of the first batch.
+
+    The first batch also runs at O4 and O5, and in float32 beside them.
+    """
     calls = []
 
     def counted(model, batch):
@@ -168,10 +172,13 @@ def test_a_healthy_network_is_passed_once_a_batch():
         return loss(model, batch)
 
     what_if(network(), counted, batches(), formats=["bfloat16", "e4m3"])
+    assert len(calls) == 8 + 3
+    calls.clear()
+    what_if(network(), counted, batches(), formats=["e4m3"])  # of which there is no level
     assert len(calls) == 8
 
 
-def test_a_product_is_computed_in_the_pass_and_once_in_each_format():
+def test_a_product_is_computed_in_the_pass_and_once_in_a_format():
     torch.manual_seed(0)
     model, products = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), []
 
@@ -182,10 +189,10 @@ def test_a_product_is_computed_in_the_pass_and_once_in_each_format():
             return func(*args, **(kwargs or {}))
 
     with Count():
-        what_if(model, loss, batches(), formats=["bfloat16", "e4m3"])
-    # forward, and backward of four weights and three inputs, of 8 batches: in float32 and in two
-    # formats; the first layer's input needs no gradient
-    assert len(products) == (4 + 4 + 3) * 8 * 3
+        what_if(model, loss, batches(), formats=["e4m3"])
+    # forward, and backward of four weights and three inputs, of 8 batches: in float32 and in the
+    # format; the first layer's input needs no gradient
+    assert len(products) == (4 + 4 + 3) * 8 * 2
 
 
 class Every(nn.Module):
@@ -222,19 +229,102 @@ def test_every_kind_of_layer_is_judged():
 class Hidden(nn.Module):
     """Its gradients are computed by a forward inside of the backward."""
 
-    def __init__(self):
+    def __init__(self, *, checkpoints):
         super().__init__()
-        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.first, self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.checkpoints = checkpoints
+        with torch.no_grad():
+            self.inner.weight[0] *= 1e6
 
     def forward(self, x):
-        x = checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
+        x = self.first(x)
+        again = partial(checkpoint, use_reentrant=True) if self.checkpoints else lambda f, x: f(x)
+        return self.head(again(self.inner, x) * 1e-6)
+
+
+@pytest.mark.parametrize("formats", [["float16", "bfloat16"], ["bfloat16"]])
+def test_a_reentrant_checkpoint_is_judged_as_without(formats):
+    """torch.autograd.grad refuses it; its weights have no gradient before the backward."""
+    both = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = Hidden(checkpoints=checkpoints)
+        model.head.weight.grad = torch.ones(4, 16, **ON)
+        both.append(what_if(model, loss, batches(), formats=formats))
+        assert torch.equal(model.head.weight.grad, torch.ones(4, 16, **ON))
+        assert model.first.weight.grad is None
+    plain, again = both
+    assert again.unseen == []
+    assert again.answer == plain.answer
+    for one, other in zip(plain.layers, again.layers, strict=True):
+        for form, verdict in one.verdicts.items():
+            assert other.verdicts[form].state == verdict.state
+            assert other.verdicts[form].cosine == pytest.approx(verdict.cosine, abs=COSINE)
+    assert found(again)["bfloat16"] == []
+
+
+@torch.library.custom_op("apex_tests::multiplied", mutates_args=())
+def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A kernel of the program's own."""
+    return x @ weight
+
+
+multiplied.register_autograd(
+    lambda ctx, gradient: (
+        gradient @ ctx.saved_tensors[1].T,
+        ctx.saved_tensors[0].flatten(0, -2).T @ gradient.flatten(0, -2),
+    ),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Uses(nn.Module):
+    """Matrices that are only added, normalised, or multiplied where nothing shows it."""
+
+    def __init__(self, *, hides):
+        super().__init__()
+        self.place, self.head = nn.Parameter(torch.randn(6, 16, **ON)), nn.Linear(16, 4)
+        self.start = nn.Parameter(torch.randn(1, 1, 16, **ON))
+        self.own = nn.Parameter(torch.randn(16, 16, **ON) / 4)
+        self.hides = hides
+
+    def forward(self, x):
+        x = torch.cat([self.start.expand(len(x), -1, -1), x[:, 1:]], 1) + self.place[:6]
+        weight = self.own.t() / self.own.square().sum().sqrt()
+        x = multiplied(x, weight) if self.hides else x @ weight
         return self.head(x)
 
 
-def test_weights_whose_gradients_are_out_of_sight_are_listed():
-    result = what_if(Hidden(), loss, batches())
-    assert result.unseen == ["inner"]
-    assert "Not seen: products or gradients of weights of inner." in result.reasons()
+@pytest.mark.parametrize("hides", [False, True])
+def test_matrices_that_no_product_has_are_seen_where_torch_uses_them(hides):
+    torch.manual_seed(0)
+    result = what_if(Uses(hides=hides), loss, batches(), formats=["bfloat16"])
+    assert result.unseen == (["Uses"] if hides else [])
+    assert ("everywhere is safe" in result.answer) is not hides
+
+
+def _mapped(model, batch):
+    return F.cross_entropy(torch.vmap(model)(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def _per_sample(model, batch):
+    weights = dict(model.named_parameters())
+
+    def one(weights, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+
+    slopes = torch.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(weights, *batch)
+    return loss(model, batch) + 0.1 * sum(x.square().mean() for x in slopes.values())
+
+
+@pytest.mark.parametrize(("of", "is_part"), [(_mapped, False), (_per_sample, True)])
+def test_products_under_torch_func_are_counted(of, is_part):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    result = what_if(model, of, batches(), formats=["bfloat16"])
+    assert result.others == {"linear under torch.func": 16}
+    expected = "bfloat16 is safe where products were seen." if is_part else "Nothing was measured"
+    assert result.answer.startswith(expected)
 
 
 class Tied(nn.Module):
@@ -389,6 +479,10 @@ REFUSED = {
     "no tensor": ((network(), lambda m, b: 3.0, batches()), {}, TypeError, "gave a float"),
     "no batch": ((network(), loss, []), {}, ValueError, "batches was empty"),
     "half": ((network().half(), loss, batches()), {}, ValueError, "is torch.float16; pass a model"),
+    "complex": (
+        (nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)), loss, batches()), {}, ValueError,
+        "0.weight is complex, .* real and imaginary parts",
+    ),
     "frozen": ((FROZEN, loss, batches()), {}, ValueError, "no weight requires a gradient"),
     "autocast": ((network(), _under_autocast, batches()), {}, ValueError, "bfloat16 already"),
     "inf": ((network(), _infinite, batches()), {}, ValueError, "not finite in float32"),
@@ -486,7 +580,7 @@ def test_a_layer_that_was_seen_in_fewer_than_8_batches_is_not_decided():
     assert found(result, "safe")["bfloat16"] == ["a"]
     assert len(result.layers[1].batches) == 5
     assert "bfloat16 is not decided for `b` (below 8 batches)." in result.answer
-    assert " and is not decided for `b` (below 8 batches)." in result.answer
+    assert "; it is not decided for `b` (below 8 batches)." in result.answer
     assert "1 of 2 linear layers are safe, 1 not decided." in result.answer
 
 
@@ -616,7 +710,7 @@ def test_products_that_are_not_judged_are_counted(product, name):
     model = nn.Sequential(Own(product), nn.Linear(8, 8))
     result = what_if(model, lambda m, x: m(x).mean(), listed, formats=["bfloat16"])
     assert result.others == {name: 8}
-    assert result.answer.startswith("bfloat16 is safe where products were seen.")
+    assert not result.answer.startswith("bfloat16 everywhere is safe")
     assert result.reasons().endswith(f"Products that are not judged: {name} (8 calls).")
 
 

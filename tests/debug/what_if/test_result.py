@@ -32,7 +32,9 @@ def test_the_answer_comes_first(overflowing):
     )
     assert " and `0.scores`, `1` and `3` in float32: its scores reach 6" in first
     assert "e+07, float16 ends at 65504" in first
-    assert "At O2 what passes between modules is float16 as well, and `" in first
+    assert "At O2 the whole model fails, with that policy too: the loss is nan." in first
+    assert ". What passes between modules is float16 at O2, and `" in first
+    assert ". Use O1, O4 or O5. e4m3: " in first
     assert "e4m3: 3 of 6 layers are safe, look at 1, 2 are not: `1` and `3`." in first
     assert "updates of AdamW at lr 0.001 would be lost" in first
     rows = [line.split() for line in table.splitlines()]
@@ -46,11 +48,14 @@ def test_the_answer_comes_first(overflowing):
     lines = [one for one in reasons.splitlines() if "0.k: look" not in one]
     assert lines[0].startswith("float16, 0.scores: not safe, its scores reach")
     assert lines[0].endswith("-> nan.")  # alone in float16
-    exact, alone, cosine = overflowing[1].layers[3].verdicts["e4m3"].whole
-    assert exact != alone  # a mean over 48 rows
-    assert 0.9 < cosine < 1.0
-    assert lines[-2].startswith("Largest: product ")
-    assert lines[-1].startswith("In float16, at a loss scale of ")
+    alone = overflowing[1].layers[3].verdicts["e4m3"].whole
+    assert alone.exact != alone.loss  # a mean over 48 rows
+    assert 0.9 < alone.cosine < 1.0
+    assert lines[-6].startswith("Largest: product ")
+    assert lines[-5].startswith("In float16, at a loss scale of ")
+    starts = [f"At {level}, first batch, with the policy: " for level in ("O1", "O2", "O4", "O5")]
+    assert all(line.startswith(start) for line, start in zip(lines[-4:], starts, strict=True))
+    assert [one.state for one in overflowing[1].levels] == ["trains", "fails", "trains", "trains"]
 
 
 def test_a_model_that_is_safe_everywhere():

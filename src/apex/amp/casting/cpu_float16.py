@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,13 +44,24 @@ _RECURRENT = tuple(
 
 _wide = caster(torch.float32, (torch.float16,))
 _lock = threading.Lock()
+_thread = threading.local()
 _library: Any = None
 _is_on = False
 
 
+@contextmanager
+def left_out() -> Iterator[None]:
+    """In this context :func:`begin` does nothing in this thread."""
+    _thread.is_left_out = True
+    try:
+        yield
+    finally:
+        _thread.is_left_out = False
+
+
 def begin(dtype: torch.dtype | None, devices: Collection[str]) -> None:
     """Have float16 on the CPU compute in float32 from now on, if a training uses them."""
-    if dtype == torch.float16 and "cpu" in devices:
+    if dtype == torch.float16 and "cpu" in devices and not getattr(_thread, "is_left_out", False):
         _install()
         switch(on=True)
 

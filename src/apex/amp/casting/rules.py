@@ -189,6 +189,11 @@ def _unpickle(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
 copyreg.pickle(Casts, lambda casts: (_unpickle, (casts.dtype, casts.rules)))
 
 
+def wraps() -> bool:
+    """Whether a function is wrapped now."""
+    return bool(_patches)
+
+
 def restore() -> None:
     """Put every wrapped function back."""
     with _lock:

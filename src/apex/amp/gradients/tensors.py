@@ -47,7 +47,7 @@ def is_alone(tensor: torch.Tensor) -> bool:
         return False
     if private.storage_Use_Count is None or (not tensor.is_cuda and storage.is_shared()):
         return False
-    new = torch.empty(1, device="cpu")
+    new = torch.empty(1, dtype=torch.uint8, device="cpu")
     other = new.untyped_storage()
     owners: list[int] = [private.storage_Use_Count(one._cdata) for one in (storage, other)]
     return owners[0] == owners[1]

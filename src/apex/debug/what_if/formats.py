@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from apex._compat.private import tree_flatten, tree_unflatten
+from apex.debug.calls import is_transformed, random_states, set_random_states
 from apex.debug.tensors import largest
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -41,6 +43,11 @@ class Format(NamedTuple):
     safe: float
     look: float
     others: str = "float32"
+
+    @property
+    def result_name(self) -> str:
+        """The type of results, for a sentence."""
+        return str(self.result).removeprefix("torch.")
 
     def state(self, cosine: float) -> State:
         """What a worst cosine means."""
@@ -154,7 +161,8 @@ _NOT_JUDGED = {
 }
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """The name of a function of torch's."""
     return str(getattr(function, "__name__", "")).partition(".")[0]  # "mm.default" of torch.ops
 
 
@@ -172,6 +180,13 @@ def floating(tree: Any) -> list[torch.Tensor]:
 def is_bias(leaf: Any) -> bool:
     """Whether a leaf is a parameter that is added."""
     return isinstance(leaf, torch.nn.Parameter) and leaf.dim() <= 1
+
+
+def channel_of(function: Any, leaves: Sequence[Any]) -> int:
+    """Which dimension of a product's result has the channels, from the end."""
+    dims = max([one.dim() for one in leaves if isinstance(one, torch.nn.Parameter)], default=0)
+    is_convolution = name_of(function).startswith("conv") and dims > 2
+    return 1 - dims if is_convolution and name_of(function) != "conv_tbc" else -1
 
 
 _PLAIN = (torch.Tensor, int, float, str, type(None))
@@ -197,7 +212,7 @@ def operands(function: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
     """
     args, kwargs = built(range(len(leaves)), spec)
     masks = [kwargs.get("attn_mask"), kwargs.get("key_padding_mask")] if kwargs else []
-    masks += args[3:4] if _name_of(function) == _ATTENTION else ()
+    masks += args[3:4] if name_of(function) == _ATTENTION else ()
     return [n for n, one in enumerate(leaves) if is_floating(one) and n not in masks]
 
 
@@ -220,15 +235,19 @@ class Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``, by :meth:`product` if it is one that writes none of its arguments."""
-        kwargs, name = kwargs or {}, _name_of(func)
+        kwargs, name = kwargs or {}, name_of(func)
         plain = name if name in _PRODUCTS else name.removesuffix("_")
-        if plain in _PRODUCTS and kwargs.get("out") is None:
+        is_one = plain in _PRODUCTS
+        if is_one and is_transformed():  # vmap's tensors cannot be kept, or given to autograd
+            self.others[f"{name} under torch.func"] += 1
+            return func(*args, **kwargs)
+        if is_one and kwargs.get("out") is None:
             product = func if plain == name else getattr(torch, plain)
             output = self.product(product, args, kwargs)
             self.count += 1
             return output if product is func else args[0].copy_(output)
-        if plain in _PRODUCTS or name in _NOT_JUDGED:
-            self.others[f"{name}(out=)" if plain in _PRODUCTS else name] += 1
+        if is_one or name in _NOT_JUDGED:
+            self.others[f"{name}(out=)" if is_one else name] += 1
         return func(*args, **kwargs)
 
 
@@ -238,21 +257,60 @@ class InFormat(Products):
     Args:
         rounding: The format.
         chosen: Which products, by their number in the context; ``None`` for all.
+        is_centred: Whether only the results are rounded, and keep the mean that each channel has in
+            float32: an error that is the same in every row is a bias, and hides what becomes of the
+            spread.
+
+    Attributes:
+        gradients: Those that reached the results of products, not rounded, by the numbers of
+            product and result; with the loss scale.
     """
 
-    def __init__(self, rounding: Rounding, chosen: set[int] | None = None) -> None:
+    def __init__(
+        self, rounding: Rounding, chosen: set[int] | None = None, *, is_centred: bool = False
+    ) -> None:
         super().__init__()
-        self.rounding, self.chosen = rounding, chosen
+        self.rounding, self.chosen, self.is_centred = rounding, chosen, is_centred
+        self.gradients = dict[tuple[int, int], torch.Tensor]()
 
     def product(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Round what goes in and comes out, if it is chosen."""
         if self.chosen is not None and self.count not in self.chosen:
             return function(*args, **kwargs)
         to, (leaves, spec) = self.rounding, flat(args, kwargs)
+        if self.is_centred:
+            return self._shifted(function, leaves, spec)
         for place in operands(function, leaves, spec):
             leaves[place] = mapped(leaves[place], to.operand, to.result)
         args, kwargs = built(leaves, spec)
         found, spec = tree_flatten(function(*args, **kwargs))
-        for place, one in enumerate(found):
-            found[place] = mapped(one, to.result, to.result_gradient) if is_floating(one) else one
+        results = [place for place, one in enumerate(found) if is_floating(one)]
+        for number, place in enumerate(results):
+            back = partial(self._see, (self.count, number))
+            found[place] = mapped(found[place], to.result, back)
         return tree_unflatten(found, spec)
+
+    def _shifted(self, function: Any, leaves: list[Any], spec: Any) -> Any:
+        """The product, and added to its results what rounding changes, less the mean of it."""
+        args, kwargs = built(leaves, spec)
+        found, tree = tree_flatten(function(*args, **kwargs))
+        channel, random = channel_of(function, leaves), random_states()
+        with torch.no_grad():
+            leaves = [*leaves]
+            for place in operands(function, leaves, spec):
+                leaves[place] = self.rounding.operand(leaves[place])
+            args, kwargs = built(leaves, spec)
+            again = [self.rounding.result(one) for one in floating(function(*args, **kwargs))]
+        set_random_states(random)
+        results = [place for place, one in enumerate(found) if is_floating(one)]
+        for number, place in enumerate(results):
+            error = again[number] - found[place].detach()
+            others = [n for n in range(error.dim()) if n != error.dim() + channel]
+            error = error - error.mean(others, keepdim=True) if others else error
+            back = partial(self._see, (self.count, number))
+            found[place] = mapped(found[place], error.add, back)
+        return tree_unflatten(found, tree)
+
+    def _see(self, key: tuple[int, int], gradient: torch.Tensor) -> torch.Tensor:
+        self.gradients[key] = gradient.detach()
+        return gradient if self.is_centred else self.rounding.result_gradient(gradient)

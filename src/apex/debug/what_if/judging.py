@@ -11,9 +11,10 @@ tried alone in its format, in the whole model.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,14 +24,19 @@ from apex import _precision_policy as policies
 from apex._compat.private import tree_map_only
 from apex.debug import calls
 from apex.debug.tensors import largest
-from apex.debug.what_if.formats import Format, InFormat, Products, Rounding, State, nonzero
+from apex.debug.undisturbed import unchanged
+from apex.debug.what_if import spread, whole
+from apex.debug.what_if.formats import Format, InFormat, Rounding, State, nonzero
+from apex.debug.what_if.spread import Spread
 from apex.debug.what_if.tracing import INPUT, RESULT, ProductCall, ProductTrace, Results
+from apex.debug.what_if.whole import Gradients, Level, SinglePass, Whole, cosine
 
 ENOUGH = 8  # batches
 SUSPECTS = 8  # of a format, the worst, that are tried in the whole model
 LARGEST, LARGEST_SCALE = torch.finfo(torch.float16).max, 2.0**24  # amp's own limit
+OWN_ERROR = 0.05  # relative, of the gradient that reaches a result whose spread is lost
+OUTSIDE = "(outside of modules)"  # the name of the layer of such products
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
-Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass
@@ -46,8 +52,9 @@ class LayerVerdict:
         subnormal: Share that has less precision, because it is below the normal numbers.
         state: One of "safe", "look", "not safe" and "not decided".
         why: The reason, where it is not safe or to be looked at.
-        whole: Of a suspect, alone in its format in the whole model and the first batch: the loss in
-            float32, the loss, and the median cosine of the gradients of weight matrices.
+        whole: Of a suspect, alone in its format in the whole model and the first batch.
+        is_needed: Whether it has to be in float32: it overflows, or damages the whole pass.
+        spread: Of its result, where an offset may hide from the cosine what is lost.
     """
 
     cosine: float
@@ -58,7 +65,9 @@ class LayerVerdict:
     subnormal: float
     state: State = "not decided"
     why: str = ""
-    whole: tuple[float, float, float] | None = None
+    whole: Whole | None = None
+    is_needed: bool = False
+    spread: Spread | None = None
 
     @property
     def cell(self) -> str:
@@ -93,14 +102,23 @@ class Layer:
     output: float = 0.0
     is_attention: bool = False
 
-    def compare(self, number: int, form: Format, exact: Results, found: Results) -> float:
+    def compare(
+        self, number: int, form: Format, exact: Results, found: Results, channel: int
+    ) -> float:
         """Keep the worst of results in a format, if none was worse; return its cosine."""
         near = {key: cosine(exact[key], found[key]) for key in exact}
         key = min(near, key=near.__getitem__)
         before = self.verdicts.get(form.name)
         if before is None or near[key] < before.cosine:
             numbers = shares(exact[key], found[key], torch.finfo(form.result).tiny)
-            self.verdicts[form.name] = LayerVerdict(near[key], key[0], number, *numbers)
+            now = self.verdicts[form.name] = LayerVerdict(near[key], key[0], number, *numbers)
+            now.spread = None if before is None else before.spread
+        if near[key] != -1.0:
+            verdict = self.verdicts[form.name]
+            results = [key for key in exact if key[0] == RESULT]
+            lost = [spread.compared(exact[key], found[key], channel, form) for key in results]
+            known = [one for one in (verdict.spread, *lost) if one is not None]
+            verdict.spread = min(known, key=lambda one: one.kept, default=None)
         return near[key]
 
 
@@ -131,19 +149,6 @@ def shares(exact: torch.Tensor, found: torch.Tensor, smallest: float) -> tuple[f
     return bad / total, max(before - after, 0) / total, max(after - normal, 0) / total
 
 
-def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The cosine between two tensors; 1 if both are zero, 0 if one is; -1 if not finite."""
-    a, b = a.flatten(), b.flatten()
-    sizes = float(a @ a) ** 0.5, float(b @ b) ** 0.5  # on a CPU a third of vector_norm's time
-    if not all(1e-15 < one < 1e15 for one in sizes):  # their squares are beyond float32
-        a, b = a.double(), b.double()
-        sizes = float(a.norm()), float(b.norm())
-    if 0.0 in sizes:
-        return float(sizes[0] == sizes[1])
-    found = float(a @ b) / sizes[0] / sizes[1]
-    return -1.0 if math.isnan(found) else found
-
-
 class Study:
     """The passes over the batches.
 
@@ -157,16 +162,22 @@ class Study:
     """
 
     def __init__(
-        self, model: torch.nn.Module, loss: Loss, batches: Sequence[Any], forms: Sequence[Format]
+        self,
+        model: torch.nn.Module,
+        loss: Loss,
+        batches: Sequence[Any],
+        forms: Sequence[Format],
+        progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         self.model, self.loss, self.batches, self.forms = model, loss, batches, forms
+        self._progress = progress
         self.random, self.ranges, self.trace = calls.random_states(), Ranges(), ProductTrace()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.called, self.reached = {id(one) for one in model.modules()}, set[int]()
         self.layers = dict[int, Layer]()
         for name, module in policies.named_modules(model):
             self.layers.setdefault(id(module), Layer(name, type(module).__name__))
-        self.layers[id(None)] = Layer("(outside of modules)", "function")
+        self.layers[id(None)] = Layer(OUTSIDE, "function")
 
     def run(self, after: Callable[[Gradients], None]) -> list[Layer]:
         """Look at every batch; ``after`` gets the gradients of the parameters of each.
@@ -177,6 +188,7 @@ class Study:
         has_scale, trace = any(one.name == "float16" for one in self.forms), self.trace
         for number in range(len(self.batches)) if has_scale else ():  # the scale is found first
             self._note_gradients(number, first := ProductTrace(), self.passed(number, first))
+            self._progress(number + 1, 2 * len(self.batches))
         roundings = [Rounding(form, self.ranges.scale) for form in self.forms]
         with trace.on(self.model):
             for number in range(len(self.batches)):
@@ -190,18 +202,68 @@ class Study:
                     self._judge(number, piece, roundings)
                 trace.forget()
                 after(gradients)
+                before = len(self.batches) if has_scale else 0
+                self._progress(before + number + 1, before + len(self.batches))
         found = [one for one in self.layers.values() if one.verdicts]
         self._decide(found)
-        if any(verdict.why for one in found for verdict in one.verdicts.values()):
-            self._try_whole(found, roundings)
+        self._try_whole(found, roundings)
         return found
 
-    def passed(self, number: int, context: Products, scale: float = 1.0) -> Gradients:
-        """One pass over a batch in a context; the gradients of the parameters times ``scale``."""
+    def levels(self, policy: Any) -> list[Level]:
+        """Run the first batch at the levels of the formats, with a policy."""
+        names = {one.name: whole.LEVELS.get(one.name, ()) for one in self.forms}
+        if not any(names.values()):
+            return []
+        from apex.amp.handle import disable_casts  # a watch does without amp
+        from apex.amp.trial import preserved
+
+        with unchanged(self.model):
+            exact = self._plain_pass(self.model, 1.0)
+        compare = partial(whole.compared, exact, usual=self.ranges.loss)
+        found = []
+        with preserved():
+            for form, level in [(key, one) for key, levels in names.items() for one in levels]:
+                # a dynamic scale falls until gradients are finite
+                below = (0, 5, 10, 15, 20) if form == "float16" else ()
+                scales = [self.ranges.scale * 2.0**-down for down in below] or [1.0]
+                run = partial(self._plain_pass, around=disable_casts)  # as scale_loss does
+                found.append(whole.at_level(level, self.model, policy, run, scales, compare))
+        return found
+
+    def _plain_pass(
+        self, model: torch.nn.Module, scale: float, around: Callable[[], Any] = nullcontext
+    ) -> SinglePass:
+        """The first batch through a model, as the program runs it; a context around backward."""
+        context = Plain()
+        gradients = self.passed(0, context, scale, model, around)
+        return SinglePass(context.loss, [_unscaled(one, scale) for one in gradients])
+
+    def passed(
+        self,
+        number: int,
+        context: Any,
+        scale: float = 1.0,
+        model: torch.nn.Module | None = None,
+        around: Callable[[], Any] = nullcontext,
+    ) -> Gradients:
+        """One pass over a batch in a context; the gradients of the parameters times ``scale``.
+
+        Args:
+            number: Of the batch.
+            context: A context that gets the loss as an attribute.
+            scale: Of the loss.
+            model: Another one than the study's.
+            around: Makes a context for the backward.
+        """
         calls.set_random_states(self.random)
+        parameters = self.parameters
+        if model is None:
+            model = self.model
+        else:
+            parameters = [p for p in model.parameters() if p.requires_grad]
         with context:  # a copy: what the loss scales in place would be so in each pass
             batch = tree_map_only(torch.Tensor, _copy, self.batches[number])
-            loss: Any = self.loss(self.model, batch)
+            loss: Any = self.loss(model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             shape = f" of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else ""
             raise TypeError(
@@ -209,7 +271,12 @@ class Study:
                 "tensor of one element that depends on the weights, and nothing else"
             )
         context.loss, loss = float(loss.detach()), loss.reshape(()) * scale
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        if calls.is_reentrant([loss]):  # its forwards run again in the backward, which is noted
+            with context, around():
+                found = calls.by_backward([loss], [torch.ones_like(loss)], parameters, keep=False)
+        else:
+            with around():
+                found = [*torch.autograd.grad(loss, parameters, allow_unused=True)]
         return [None if one is None else one.to_dense() for one in found]
 
     def _note_gradients(self, number: int, trace: ProductTrace, gradients: Gradients) -> None:
@@ -237,7 +304,8 @@ class Study:
         layer.batches.add(number)
         layer.is_attention |= bool(piece.chosen)
         for rounding in roundings:
-            if layer.compare(number, rounding.form, exact, piece.run(rounding)) == -1.0:
+            found = piece.run(rounding)
+            if layer.compare(number, rounding.form, exact, found, piece.channel) == -1.0:
                 layer.operand = max([layer.operand, *piece.sizes()])
             for one in piece.gradients.values() if rounding.form.name == "float16" else ():
                 lost, total = ranges.small
@@ -258,28 +326,115 @@ class Study:
 
     def _try_whole(self, layers: Sequence[Layer], roundings: Sequence[Rounding]) -> None:
         """Run the first batch with one suspect in its format, and the rest in float32."""
+        listed = {one.form.name: self._suspects(layers, one.form) for one in roundings}
+        if not any(listed.values()):
+            return
         trace = ProductTrace()
         with trace.on(self.model):
-            exact = self.passed(0, trace)
-        owners = [self.layers[id(one.owner)] for one in trace.pieces if not one.chosen]
+            gradients = self.passed(0, trace)
+        exact, products = (
+            SinglePass(trace.loss, gradients),
+            [one for one in trace.pieces if not one.chosen],
+        )
         for rounding in roundings:
-            name = rounding.form.name
-            suspects = [(one, one.verdicts[name]) for one in layers if one.verdicts[name].why]
-            suspects.sort(key=lambda pair: pair[1].cosine)
-            for layer, verdict in suspects[:SUSPECTS]:
-                alone = InFormat(rounding, {n for n, one in enumerate(owners) if one is layer})
-                both = zip(exact, self.passed(0, alone, rounding.scale), strict=True)
-                pairs = [(a, b) for a, b in both if a is not None and b is not None and a.dim() > 1]
-                middle = statistics.median([cosine(a, b) for a, b in pairs] or [1.0])
-                verdict.whole = (trace.loss, alone.loss, middle)
+            suspects = listed[rounding.form.name]
+            by_offset = [pair for pair in suspects if not pair[1].why]
+            others = [pair for pair in suspects if pair[1].why]
+            together = partial(self._alone, products, exact, rounding)
+            if len(by_offset) > 1:  # together first: most often none is needed
+                by_offset = [pair for pair in together(by_offset) if pair[1].is_needed]
+            for several in (others, by_offset):
+                for pair in several[:SUSPECTS]:
+                    together([pair])
+                if several[SUSPECTS:]:
+                    together(several[SUSPECTS:])
+        for layer in layers:
+            for name, verdict in layer.verdicts.items():
+                _accuse(verdict, next(one.form for one in roundings if one.form.name == name))
+
+    def _alone(
+        self,
+        products: Sequence[ProductCall],
+        exact: SinglePass,
+        rounding: Rounding,
+        group: Sequence[tuple[Layer, LayerVerdict]],
+    ) -> Sequence[tuple[Layer, LayerVerdict]]:
+        """Run the first batch with a group of layers in a format; note what becomes of it."""
+        ids = {id(layer) for layer, _ in group}
+        own = {n for n, one in enumerate(products) if id(self.layers[id(one.owner)]) in ids}
+        for down in (0, 5) if rounding.scale != 1.0 else (0,):  # a dynamic scale would fall
+            scale = rounding.scale * 2.0**-down
+            lower = Rounding(rounding.form, scale)
+            alone = InFormat(lower, own, is_centred=not group[0][1].why)
+            unscaled = [_unscaled(one, scale) for one in self.passed(0, alone, scale)]
+            if not math.isfinite(alone.loss) or whole.is_finite(unscaled):
+                break
+        found = whole.compared(exact, SinglePass(alone.loss, unscaled), self.ranges.loss)
+        for layer, verdict in group:
+            numbers = {n for n in own if self.layers[id(products[n].owner)] is layer}
+            off = _own_error(products, alone, numbers, verdict)
+            verdict.is_needed = bool(verdict.inf or found.why or off > OWN_ERROR)
+            verdict.whole = found
+        return group
+
+    @staticmethod
+    def _suspects(layers: Sequence[Layer], form: Format) -> list[tuple[Layer, LayerVerdict]]:
+        """Layers that are not safe, or whose spread may be lost; the worst first."""
+        every = [(one, one.verdicts[form.name]) for one in layers]
+        found = [(one, v) for one, v in every if v.why or (v.state == "safe" and _is_lost(v))]
+        return sorted(found, key=lambda pair: pair[1].cosine if pair[1].why else 1.0)
 
     def unseen(self) -> list[str]:
-        """Modules with a weight matrix of which no product, or no gradient, was seen."""
+        """Modules with a weight matrix of which no use, or no gradient, was seen."""
         missing = {id(p) for p in self.parameters} - self.reached
-        missing |= {id(p) for p in self.model.parameters()} - self.trace.readers.keys()
+        hidden = set[int]().union(*[ids for _, ids in self.trace.hidden.values()])
+        missing |= hidden - self.trace.readers.keys()
         named = policies.named_modules(self.model)
         rows = [(n or type(m).__name__, p) for n, m in named for p in m.parameters(recurse=False)]
         return list(dict.fromkeys(name for name, p in rows if p.dim() > 1 and id(p) in missing))
+
+
+class Plain(nullcontext[None]):
+    """Context of a pass that is not looked into.
+
+    Attributes:
+        loss: Of the pass.
+    """
+
+    loss = 0.0
+
+
+def _is_lost(verdict: LayerVerdict) -> bool:
+    return verdict.spread is not None and verdict.spread.is_lost
+
+
+def _own_error(
+    products: Sequence[ProductCall], alone: InFormat, own: set[int], verdict: LayerVerdict
+) -> float:
+    """How far the gradients that reach the results of a layer are off, where its spread is lost."""
+    if verdict.spread is None or not verdict.spread.is_lost:
+        return 0.0
+    off = size = 0.0
+    for (number, place), found in alone.gradients.items():
+        exact = products[number].gradients.get(place)
+        if exact is not None and number in own:
+            off += float((found / alone.rounding.scale - exact).square().sum())
+            size += float(exact.square().sum())
+    return math.sqrt(off / size) * verdict.spread.times if size else 0.0
+
+
+def _accuse(verdict: LayerVerdict, form: Format) -> None:
+    """Call a layer not safe whose spread is lost, if it is needed in float32."""
+    if verdict.is_needed and _is_lost(verdict) and not verdict.inf:
+        assert verdict.spread is not None
+        verdict.state, verdict.why = "not safe", verdict.spread.why(form)
+        verdict.cosine = min(verdict.cosine, verdict.spread.kept)
+
+
+def _unscaled(gradient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    return gradient.float() if scale == 1.0 else gradient.float().div_(scale)
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,9 @@ from apex.debug.sentences import SHOWN, listed
 from apex.debug.tensors import plain
 from apex.debug.undisturbed import unchanged, undisturbed
 from apex.debug.what_if.formats import FORMATS
-from apex.debug.what_if.judging import ENOUGH, LARGEST, Layer, Loss, Study
+from apex.debug.what_if.judging import ENOUGH, LARGEST, OUTSIDE, Layer, Loss, Study
 from apex.debug.what_if.updates import Updates
+from apex.debug.what_if.whole import LEVELS, Level, Whole
 
 # Okabe and Ito's, which colour-blind readers can tell apart; each cell has the word too.
 COLOURS = {"safe": "#56B4E9", "look": "#F0E442", "not safe": "#D55E00", "not decided": "#CCCCCC"}
@@ -38,6 +39,8 @@ class WhatIf:
         large: Modules that give what float16 cannot hold, with the largest magnitude.
         unseen: Modules with a weight matrix of which no product, or no gradient, was seen.
         others: How often products were called that are not judged (``cdist``), by name.
+        levels: What became of the first batch at O1 and O2 (float16), and at O4 and O5 (bfloat16),
+            with the policy; empty if nothing was decided.
     """
 
     def __init__(self, study: Study, layers: list[Layer], updates: Updates) -> None:
@@ -47,6 +50,9 @@ class WhatIf:
         self.ranges, self.optimizer, self.lost = study.ranges, updates.name, updates.lost()
         every = study.layers.values()
         self.large = {x.name or self.model: x.output for x in every if x.output > LARGEST}
+        self.levels = list[Level]()
+        if self.is_decided:
+            self.levels = study.levels(self.policy())
 
     def states(self, form: str, state: str) -> list[Layer]:
         """The layers with one verdict on a format."""
@@ -81,32 +87,68 @@ class WhatIf:
 
     def _on_formats(self, scale: str) -> Iterator[str]:
         is_part = bool(self.unseen or self.others)
+        failed = [one.name for one in self.levels if one.state == "fails"]
         if "bfloat16" in self.formats:
-            everywhere = "is safe where products were seen" if is_part else "everywhere is safe"
-            yield f"bfloat16 {self._needs('bfloat16') or everywhere}."
+            needs, safe = self._needs("bfloat16"), "everywhere is safe"
+            if not needs and any(one in failed for one in LEVELS["bfloat16"]):
+                safe = "computes each layer alone well"
+            elif is_part:
+                safe = "is safe where products were seen"
+            yield f"bfloat16 {needs or safe}."
+            yield from self._failures("bfloat16")
         if "float16" in self.formats:
-            needs = self._needs("float16").removeprefix("needs ")
+            needs = self._needs("float16")
             safe = f"every layer {'that was seen ' if is_part else ''}is safe then"
-            yield f"{scale}{f' and {needs}' if needs else f'; {safe}'}."
-            if self.large:
-                name, size = max(self.large.items(), key=lambda item: item[1])
-                yield "At O2 what passes between modules is float16 as well, and"
-                yield f"`{name}` gives {size:.2g}: use O1, O4 or O5."
+            if any(one in failed for one in LEVELS["float16"]):
+                safe = "it computes each layer alone well then"
+            rest = f" and {needs.removeprefix('needs ')}" if needs.startswith("needs ") else ""
+            yield f"{scale}{rest or f'; it {needs}' if needs else f'; {safe}'}."
+            yield from self._failures("float16")
+        if self.large and "float16" in self.formats and ("O2" in failed or not self.levels):
+            name, size = max(self.large.items(), key=lambda item: item[1])
+            also = ", as are sums of float16 numbers at O1" if "O1" in failed else ""
+            yield f"What passes between modules is float16 at O2{also}, and `{name}` gives"
+            yield f"{size:.2g}."
+        if failed:
+            good = [one.name for one in self.levels if one.state == "trains"]
+            choices = " or ".join(filter(None, [", ".join(good[:-1]), *good[-1:]]))
+            yield f"Use {choices or 'O0, float32'}."
+        if skipped := [one for one in self.levels if one.state == "not run"]:
+            names = listed([one.name for one in skipped])
+            yield f"The whole model was not run at {names}: {skipped[0].why}."
         if "e4m3" in self.formats:
             yield self._e4m3()
+
+    def _failures(self, form: str) -> Iterator[str]:
+        """At which levels of a format the whole model fails."""
+        failed = [one for one in self.levels if one.name in LEVELS[form] and one.state == "fails"]
+        policy = ", with that policy too" if self.states(form, "not safe") else ""
+        for why in dict.fromkeys(one.why for one in failed):
+            names = listed([one.name for one in failed if one.why == why])
+            yield f"At {names} the whole model fails{policy}: {why}."
 
     def _needs(self, form: str) -> str:
         """What a 16-bit format needs, as the end of a sentence; empty if it needs nothing."""
         bad = self.states(form, "not safe")
-        text = f"needs {_names(bad)} in float32: {bad[0].verdicts[form].why}" if bad else ""
-        for one in [layer for layer in bad if layer.keep != layer.name]:
-            keep = f"names `{one.keep}`" if one.keep else "can name nothing"
-            text += f" (a policy {keep} for {_names([one])})"
+        needed = [one for one in bad if one.verdicts[form].is_needed]
+        parts = []
+        if needed:
+            parts.append(f"needs {_names(needed)} in float32: {needed[0].verdicts[form].why}")
+            for one in [layer for layer in needed if layer.keep != layer.name]:
+                keep = f"names `{one.keep}`" if one.keep else "can name nothing"
+                parts[0] += f" (a policy {keep} for {_names([one])})"
+        if mild := [one for one in bad if one not in needed]:
+            also = "also " if needed else ""
+            parts.append(
+                f"{also}computes {_names(mild)} inaccurately: {mild[0].verdicts[form].why}; "
+                "training may not mind"
+            )
         if look := _names(self.states(form, "look")):
-            text += f"{'; ' if bad else 'is safe, but '}look at {look}"
+            parts.append(f"{'' if bad else 'is safe, but '}look at {look}")
         if few := _names(self.states(form, "not decided")):
-            text += f"{'; ' if text else 'is '}not decided for {few} (below {ENOUGH} batches)"
-        return text
+            verb = "" if parts else "is "
+            parts.append(f"{verb}not decided for {few} (below {ENOUGH} batches)")
+        return "; ".join(parts)
 
     def _e4m3(self) -> str:
         safe, look, bad, few = (self.states("e4m3", one) for one in COLOURS)
@@ -136,6 +178,7 @@ class WhatIf:
             lost, total = r.small
             share = f"{lost / max(total, 1):.2%} of the gradients of products become zero"
             lines.append(f"In float16, at a loss scale of {_power(r.scale)}, {share}.")
+        lines += [_level_line(one) for one in self.levels]
         if self.unseen:
             lines.append(f"Not seen: products or gradients of weights of {', '.join(self.unseen)}.")
         if self.others:
@@ -188,7 +231,8 @@ class WhatIf:
 
 
 def _names(layers: Sequence[Layer]) -> str:
-    return listed([f"`{one.name}`" if one.name else "the model's own products" for one in layers])
+    own = {"": "the model's own products", OUTSIDE: "products outside of modules"}
+    return listed([own.get(one.name, f"`{one.name}`") for one in layers])
 
 
 def _power(scale: float) -> str:
@@ -199,11 +243,20 @@ def _reason(layer: Layer, form: str) -> str:
     v = layer.verdicts[form]
     text = f"{form}, {layer.name or layer.kind}: {v.state}, {v.why} (batch {v.batch})."
     if v.whole is not None:
-        exact, loss, middle = v.whole
-        text += f" Alone in {form}: loss {exact:.4g} -> {loss:.4g}"
-        gradients = f", median cosine of the weights' gradients {middle:.3f}"
-        text += f"{gradients if math.isfinite(loss) else ''}."
+        text += f" Alone in {form}: {_numbers(v.whole)}."
     return text
+
+
+def _numbers(found: Whole) -> str:
+    text = f"loss {found.exact:.4g} -> {found.loss:.4g}"
+    gradients = f", median cosine of the weights' gradients {found.cosine:.3f}"
+    return text + (gradients if math.isfinite(found.loss) else "")
+
+
+def _level_line(level: Level) -> str:
+    numbers = "" if level.whole is None else f", {_numbers(level.whole)}"
+    why = f": {level.why}" if level.why else ""
+    return f"At {level.name}, first batch, with the policy: {level.state}{numbers}{why}."
 
 
 def what_if(
@@ -214,12 +267,14 @@ def what_if(
     formats: Sequence[str] = ("float16", "bfloat16", "e4m3"),
     optimizer: torch.optim.Optimizer | None = None,
     limit: int = 64,
+    progress: Callable[[int, int], object] | None = None,
 ) -> WhatIf:
     """Measure, layer by layer, in which formats a model can be trained; on any device.
 
     Each layer's own results (product, gradients of inputs and weight matrices) are computed in
     float32 and in the formats, from the same inputs and output gradients, and compared by cosine.
-    The model, its buffers and gradients, the optimizer and the states of random numbers are
+    Then a copy of the model runs the first batch at O1, O2, O4 and O5, with the policy that comes
+    out. The model, its buffers and gradients, the optimizer and the states of random numbers are
     afterwards what they were, bit for bit.
 
     Args:
@@ -232,6 +287,7 @@ def what_if(
         optimizer: Whose updates are compared with the precision of 16-bit weights; a copy of it
             steps copies of the weights. ``None`` for AdamW at a learning rate of 0.001.
         limit: The most batches that are looked at.
+        progress: Called after each pass over a batch with how many are done, and of how many.
 
     Returns:
         The answer: ``print`` it, ``save`` its policy for ``amp.initialize(policy=...)``, ``plot``.
@@ -256,7 +312,14 @@ def what_if(
     if not isinstance(limit, int) or limit < 1:
         raise ValueError(f"apex.debug.what_if: limit was {limit!r}; allowed: 1 or more, 8 decide")
     taken, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(names)]
-    wrong = [f"{n} is {p.dtype}" for n, p in model.named_parameters() if p.dtype != torch.float32]
+    named = [*model.named_parameters()]
+    for found in [n for n, p in named if p.is_complex()]:
+        raise ValueError(
+            f"apex.debug.what_if: {found} is complex, and no 16-bit level has complex numbers. "
+            "Keep such a model in float32 (O0); or hold the weight as real and imaginary parts "
+            "(torch.view_as_real), multiply these, and look again"
+        )
+    wrong = [f"{n} is {p.dtype}" for n, p in named if p.dtype != torch.float32]
     wrong += [] if taken else ["batches was empty"]
     if wrong or not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
@@ -266,6 +329,6 @@ def what_if(
     model = plain(model)
     stance = torch.compiler.set_stance("force_eager")
     with undisturbed(), unchanged(model, loss), torch.enable_grad(), stance:
-        study = Study(model, loss, taken, forms)
+        study = Study(model, loss, taken, forms, progress or (lambda *_: None))
         updates = Updates(study.parameters, optimizer)
         return WhatIf(study, study.run(updates.step), updates)

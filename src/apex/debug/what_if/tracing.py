@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from apex._compat import private
-from apex._compat.private import tree_map_only
+from apex._compat.private import tree_flatten, tree_map_only
 from apex.debug import calls
 from apex.debug.tensors import HALVES, largest
 from apex.debug.what_if import formats
@@ -25,6 +25,8 @@ from apex.debug.what_if.formats import InFormat, Products, Rounding, floating, i
 Results = dict[tuple[str, int], torch.Tensor]  # by kind and place
 RESULT, INPUT, WEIGHT = "result", "input gradient", "weight gradient"
 EXACT = Rounding(formats.FLOAT32)
+_GRAD = getattr(torch.Tensor.grad, "__get__")  # noqa: B009  # torch types it as a tensor
+_TIMES = {"div", "divide", "mul", "multiply", "true_divide", "truediv"}  # of weights by their norm
 
 
 class ProductCall:
@@ -36,6 +38,7 @@ class ProductCall:
         parameters: The ids of those among its arguments.
         gradients: Of its floating outputs, by their place.
         is_part: Whether it is judged as a part of an attention.
+        channel: The dimension of its results that has the channels, from the end.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ProductCall:
         self._spec, self._places = spec, formats.operands(call, leaves, spec)
         self.parameters = {id(one) for one in leaves if isinstance(one, torch.nn.Parameter)}
         self._leaves = [_kept(one) for one in leaves]
+        self.channel = formats.channel_of(call, leaves)
         self._wanted = {
             n: (WEIGHT if id(leaves[n]) in self.parameters else INPUT, n)
             for n in self._places
@@ -151,11 +155,14 @@ class ProductTrace(Products):
         pieces: What can run again, of one pass: its products in their order, and attentions.
         calls: Of each module call in it the id of the module, and the sizes of what it gave.
         readers: Of each parameter, by id, the ids of the modules that multiplied with it.
+        hidden: Of matrices that no function of torch's was seen to use, and of what such functions
+            made of them alone (a view, a cast) and none used: the tensor and the ids of parameters.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.readers: dict[int, set[int]] = defaultdict(set)
+        self.hidden: dict[int, tuple[torch.Tensor, set[int]]] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -167,6 +174,8 @@ class ProductTrace(Products):
     @contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[None]:
         """Know of the calls of modules, by hooks that are gone at the end."""
+        matrices = [one for one in model.parameters() if one.dim() > 1]
+        self.hidden = {id(one): (one, {id(one)}) for one in matrices}
         with ExitStack() as stack:
             for one in model.modules():
                 if not isinstance(one, torch.jit.ScriptModule):  # its products are its parent's
@@ -175,12 +184,36 @@ class ProductTrace(Products):
                     stack.callback(one.register_forward_hook(self._leave, always_call=True).remove)
             yield
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``, and note which matrices it uses."""
+        output = super().__torch_function__(func, types, args, kwargs)
+        is_own = getattr(func, "namespace", "aten") == "aten"  # not an operator of the program's
+        if self.hidden and is_own and func != _GRAD:
+            with private.DisableTorchFunction():
+                self._note_use(formats.name_of(func), args, kwargs, output)
+        return output
+
+    def _note_use(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        used = [one for one in given if id(one) in self.hidden]
+        if not used or not (made := calls.tensors_in(output)):
+            return  # its shape, for example
+        is_scaled = name.strip("_").removeprefix("r") in _TIMES
+        if is_scaled and made[0].shape != used[0].shape:
+            return  # a product by hand
+        ids = set[int]().union(*[self.hidden.pop(key)[1] for key in {id(one) for one in used}])
+        if is_scaled or len(used) == len(given):
+            self.hidden |= {id(one): (one, ids) for one in made}
+
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        versions = _versions(args, kwargs)
+        versions = [] if calls.is_transformed() else _versions(args, kwargs)
         self._frames.append(Frame(module, (args, kwargs), self.count, versions, {}))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         frame = self._frames.pop()
+        if calls.is_transformed():
+            self.calls.append((id(module), []))
+            return
         with private.DisableTorchFunction():  # hooks run in this context, 3.5 us a call
             self.calls.append((id(module), [largest(one) for one in floating(output)]))
             if len(frame.free) > 1 and frame.versions == _versions(*frame.given):

@@ -27,7 +27,7 @@ import torch
 from apex.ops.lists.multi_tensor import WIDENED, Update, Values, run
 from apex.ops.lists.storage import StepOptions, run_stored
 from apex.ops.lists.tensor_lists import Scalar, TensorList
-from apex.ops.updates.newton_schulz import Iteration
+from apex.ops.updates.newton_schulz import NAMED, Iteration
 
 # What the parts take: "rest" is 1 - momentum, "pull" the same or 0 without Nesterov's variant;
 # "decay" is lr * weight_decay, "rate" lr * adjustment.
@@ -64,19 +64,21 @@ class Muon:
     weight_decay: Scalar
     momentum: float
     nesterov: bool
-    ns_coefficients: tuple[float, float, float]
+    ns_coefficients: str | tuple[float, float, float]
     eps: float
     ns_steps: int
     adjust_lr_fn: str | None
     flatten: bool
+    split: int = 1
     iteration_dtype: torch.dtype = torch.bfloat16
     ns_algorithm: str = ALGORITHMS[0]
 
     @property
     def iteration(self) -> Iteration:
         """The numbers of Newton-Schulz."""
-        a, b, c = self.ns_coefficients
-        return Iteration((a, b, c), self.eps, self.ns_steps, self.ns_algorithm == ALGORITHMS[1])
+        given = self.ns_coefficients
+        each = NAMED[given] if isinstance(given, str) else ((given[0], given[1], given[2]),)
+        return Iteration(each, self.eps, self.ns_steps, self.ns_algorithm == ALGORITHMS[1])
 
     def direction_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the direction, and of the products, for a parameter of ``dtype``."""

@@ -1,0 +1,131 @@
+"""Healthy networks are called safe at every level, faulty ones are not: the whole model is run."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apex import amp
+from apex.amp.casting import cpu_float16, dispatcher
+from apex.debug import what_if
+from tests.debug.what_if import networks
+
+LEVELS = ["O1", "O2", "O4", "O5"]
+FORMATS = ["float16", "bfloat16"]
+
+
+def looked_at(network):
+    return what_if(*networks.made(network), formats=FORMATS)
+
+
+@pytest.mark.parametrize("network", networks.HEALTHY)
+def test_no_healthy_network_is_accused(network):
+    result = looked_at(network)
+    assert {one.name: one.state for one in result.levels} == dict.fromkeys(LEVELS, "trains")
+    assert {one.verdicts[form].state for form in FORMATS for one in result.layers} == {"safe"}
+    is_part = network is networks.zero_head  # its convolution has no gradient yet
+    where = "is safe where products were seen" if is_part else "everywhere is safe"
+    every = "every layer that was seen is safe then" if is_part else "every layer is safe then"
+    text = re.escape(f"bfloat16 {where}. float16 needs a loss scale of at most ") + r"2\*\*\d+; "
+    assert re.match(f"{text}{every}. If weights had", result.answer)
+
+
+# network -> the levels that fail with the policy, layers that float16 and bfloat16 need in float32,
+# and what the answer says
+FAULTY = {
+    networks.kelvin_targets: ([], [], ["4"], "lies around 290 with a spread of 0"),
+    networks.two_targets: (["O2", "O5"], ["4"], ["4"], "bfloat16 has steps of 5.1e+02"),
+    networks.offset_logits: ([], ["head"], ["head"], "float16 has steps of 16"),
+    networks.raw_inputs: (["O5"], [], ["0"], "At O5 the whole model fails, with that policy too"),
+    networks.two_moments: (LEVELS, [], [], "at every loss scale from"),
+    networks.squares_overflow: (["O1", "O2"], [], [], "gradients to float32's is 0.00"),
+    networks.squares_vanish: (["O1", "O2"], [], [], "the whole model fails: the loss is nan"),
+    networks.long_stream: (["O1", "O2"], [], [], "sums of float16 numbers at O1, and `"),
+    networks.padding_of_a_billion: (["O1", "O2"], [], [], "RuntimeError is raised: value cannot"),
+    networks.powers_of_scores: (["O1", "O2"], [], [], "the whole model fails: the loss is nan"),
+    networks.late_times: (["O5"], [], [], "bfloat16 computes each layer alone well. At O5"),
+    networks.distances: (["O1", "O4"], [], [], "in float32 0."),
+}
+
+
+@pytest.mark.parametrize("network", FAULTY)
+def test_a_faulty_network_is_not_called_safe(network):
+    fails, by_float16, by_bfloat16, said = FAULTY[network]
+    result = looked_at(network)
+    assert [one.name for one in result.levels if one.state == "fails"] == fails
+    needed = [
+        [one.name for one in result.layers if one.verdicts[form].is_needed] for form in FORMATS
+    ]
+    assert needed == [by_float16, by_bfloat16]
+    assert said in result.answer
+    good = [one for one in LEVELS if one not in fails]
+    choice = " or ".join([", ".join(good[:-1]), good[-1]]) if len(good) > 1 else "O0, float32"
+    assert (f"Use {choice}." in result.answer) is bool(fails)
+    assert not (fails + by_bfloat16) or "O4" in good or "everywhere is safe" not in result.answer
+    assert "O1" in good or "every layer is safe" not in result.answer
+
+
+def test_every_network_is_in_one_of_the_tables():
+    assert list(FAULTY) == networks.FAULTY
+
+
+def test_a_layer_that_only_computes_inaccurately_is_not_said_to_need_float32():
+    """Its gradient is wrong, and little depends on it."""
+    from tests.debug.what_if.test_local import batches, loss, network
+
+    result = what_if(network(factor=40.0), loss, batches(), formats=["bfloat16"])
+    assert result.answer.startswith("bfloat16 computes `0.scores` inaccurately: the cosine of its ")
+    assert "training may not mind" in result.answer
+    assert result.policy()["formats"]["bfloat16"]["modules"] == {"0.scores": "float32"}
+
+
+def test_a_look_leaves_amp_and_the_process_as_they_were():
+    """Another training goes on at O1, whose casts are on in this thread, and kernels stay off."""
+    model, loss, batches = networks.made(networks.squares_overflow)
+    amp.reset()
+    cpu_float16.switch(on=False)
+    before = dispatcher.installed()
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(cpu_float16.is_on())
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        what_if(model, loss, batches, formats=FORMATS)
+    assert set(seen) == {False}
+    assert dispatcher.installed() == before
+    assert not torch.is_autocast_enabled("cpu")
+    assert not hasattr(amp._amp_state, "opt_properties")
+    x = batches[0][0]
+    assert nn.Linear(12, 4)(x).dtype == torch.float32
+
+
+def test_a_model_that_cannot_be_copied_is_said_to_be_not_run():
+    class Uncopied(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("holds a file")
+
+    model, loss, batches = networks.made(networks.standardised_targets)
+    model[0] = Uncopied(6, 32)
+    del model[1:4]
+    result = what_if(model, loss, batches, formats=["bfloat16"])
+    assert [one.state for one in result.levels] == ["not run", "not run"]
+    assert "The whole model was not run at O4 and O5: copy.deepcopy of the model" in result.answer
+
+
+def test_a_loss_that_uses_another_model_is_said_to_be_not_run():
+    model, loss, batches = networks.made(networks.standardised_targets)
+    result = what_if(model, lambda _, batch: loss(model, batch), batches, formats=["bfloat16"])
+    assert {one.state for one in result.levels} == {"not run"}
+    assert "the loss does not depend on the model that it is given" in result.answer
+
+
+def test_progress_counts_passes():
+    model, loss, batches = networks.made(networks.standardised_targets)
+    said = []
+    what_if(model, loss, batches, formats=["float16"], progress=lambda *both: said.append(both))
+    assert said == [(done, 16) for done in range(1, 17)]
