@@ -41,6 +41,7 @@ CASES.append(("FusedLAMB", torch.float32, {"weight_decay": 0.0, "use_nvlamb": Tr
 paths = pytest.mark.parametrize("path", PATHS)
 
 
+@pytest.mark.filterwarnings("ignore:.*bfloat16 weights were lost")
 @paths
 @pytest.mark.parametrize(("name", "dtype", "options"), CASES, ids=str)
 def test_formula(name, dtype, options, path):

@@ -191,6 +191,7 @@ def test_moments(dtype, kept):
         assert {x.dtype for state in each.state.values() for x in state.values()} == {kept}
 
 
+@pytest.mark.filterwarnings("ignore:.*bfloat16 weights were lost")
 def test_second_moments_of_bfloat16_forget():
     """In eight bits a change by a thousandth is rounded away, and old gradients would stay."""
     param = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))

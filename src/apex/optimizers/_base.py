@@ -44,6 +44,7 @@ from apex.ops.lists.tensor_lists import (
 )
 from apex.optimizers import _checkpoint, _checks
 from apex.optimizers import _eight_bit as eight_bit
+from apex.optimizers._lost import PLAIN_BY_DEFAULT, LostWatch, Sample
 from apex.optimizers._step import (
     Given,
     GroupGrads,
@@ -69,6 +70,7 @@ _NOT_COPIED = {
     "_scaled_step",
     "_written",
     "_dummy_overflow_buf",
+    "_lost",
     "_begun",
     "_apart",
     "_shown",
@@ -92,9 +94,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             torch's ``ZeroRedundancyOptimizer``; 0 turns clipping off.
         amsgrad: Not supported; here because callers pass ``False``.
         set_grad_none: Kept from the original; gradients are freed in any case.
-        storage: ``"plain"``; or for bfloat16 parameters ``"low_bits"`` (bit-equal to float32
-            masters, 4 bytes per weight instead of 6), ``"kahan"`` or ``"stochastic"``, see
-            :mod:`apex.ops.lists.storage`.
+        storage: ``"plain"``, the default, with which small updates of bfloat16 weights round away:
+            a program that does not pass it is told so after ten steps, if a fifth is lost. For
+            bfloat16 parameters ``"low_bits"`` (bit-equal to float32 masters, 4 bytes per weight
+            instead of 6), ``"kahan"`` or ``"stochastic"``, see :mod:`apex.ops.lists.storage`.
         state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
             or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
         defaults: Of this base alone: values of the group's numbers.
@@ -141,6 +144,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # What optimizers that an older Apex pickled whole may lack.
     storage = "plain"
     set_grad_none = True
+    #: While it is looked at whether bfloat16 weights lose their updates.
+    _lost: LostWatch | None = None
     #: The argument ``state``: the name is that of torch's dictionary.
     _state_form = "plain"
 
@@ -160,7 +165,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         set_grad_none: bool = True,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         amsgrad: bool = False,
         state: str = "plain",
     ) -> None:
@@ -173,7 +178,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._partition = partition()
         _checks.choice(self._name, "storage", storage, STORAGES)
         _checks.choice(self._name, "state", state, eight_bit.STATES)
-        self.storage, self._state_form = storage, state
+        self.storage, self._state_form = str(storage), state
+        self._lost = LostWatch() if storage is PLAIN_BY_DEFAULT else None
         super().__init__(params, defaults)
 
     @property
@@ -364,6 +370,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             sharded: list[torch.Tensor] = []  # parameters of which ranks hold parts
             if not isinstance(gradients, TensorColumn):
                 sharded = [*filter(is_sharded, found.every)]
+            samples = None if self._lost is None else self._lost.before(found.active)
             if largest := self._largest_norm():
                 over, partition = sharded and found.every, self._partition
                 factor = clipped(gradients, factor, largest, over=over, partition=partition)
@@ -375,7 +382,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._finish(self._updates(together, launches, options), sharded)
             if copied and not self._writes_grads:
                 write_back(gradients, copied)
-            self._note_versions()
+            self._note(samples, noop)
 
     def _own_copies(self, gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Copies of gradients that an update must not write into, by position."""
@@ -504,10 +511,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._written:
             follow_written(self)
 
-    def _note_versions(self) -> None:
-        """Note the weights' versions, to see whether somebody else writes them."""
+    def _note(self, samples: list[Sample] | None, noop: torch.Tensor | None) -> None:
+        """Note what a later step looks at.
+
+        That is the weights' versions, which tell whether somebody else writes them, or, in the
+        first steps, how many updates bfloat16 weights have lost.
+        """
         if self._mastered or (self.storage != "plain" and self._storage.column):
             self._written = versions(self)
+        elif self._lost is not None and not self._lost.counts(samples, noop, self._name):
+            self._lost = None
 
     # -- what an algorithm does --------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from apex.multi_tensor_apply import list_functions
 from apex.ops.updates.adagrad import Adagrad, adagrad_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
+from apex.optimizers._lost import PLAIN_BY_DEFAULT
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -51,7 +52,7 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
         *,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         state: str = "plain",
     ) -> None:
         self.adagrad_w_mode = bool(adagrad_w_mode)

@@ -12,6 +12,7 @@ from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
 from apex.optimizers._checks import HALF
+from apex.optimizers._lost import PLAIN_BY_DEFAULT
 
 
 class FusedAdam(FusedOptimizer):
@@ -75,7 +76,7 @@ class FusedAdam(FusedOptimizer):
         capturable: bool = False,
         master_weights: bool = False,
         *,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         max_grad_norm: float = 0.0,
         eps_inside_sqrt: bool = False,
         use_mt: bool = False,

@@ -10,6 +10,7 @@ from apex.multi_tensor_apply import list_functions
 from apex.ops.lists.stages import Kind
 from apex.ops.updates.lamb import SQUARES, Lamb, lamb_stages
 from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._lost import PLAIN_BY_DEFAULT
 
 
 class FusedLAMB(FusedOptimizer):
@@ -66,7 +67,7 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
         *,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         state: str = "plain",
     ) -> None:
         self.adam_w_mode = 1 if adam_w_mode else 0

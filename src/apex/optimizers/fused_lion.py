@@ -8,6 +8,7 @@ import torch
 
 from apex.ops.updates.lion import Lion, lion_
 from apex.optimizers._base import FusedOptimizer
+from apex.optimizers._lost import PLAIN_BY_DEFAULT
 
 
 class FusedLion(FusedOptimizer):
@@ -43,7 +44,7 @@ class FusedLion(FusedOptimizer):
         weight_decay: float | torch.Tensor = 0.0,
         set_grad_none: bool = True,
         *,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         state: str = "plain",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}

@@ -29,6 +29,7 @@ from apex.ops.updates.newton_schulz import JORDAN, NAMED
 from apex.optimizers import _muon_groups
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checks import tensors_of
+from apex.optimizers._lost import PLAIN_BY_DEFAULT
 from apex.optimizers._muon_shards import Batch, Matrix, legs, orthogonalize, planned
 from apex.optimizers._step import GroupGrads, Launch
 
@@ -163,7 +164,7 @@ class FusedMuon(FusedOptimizer):
         iteration_dtype: torch.dtype = torch.bfloat16,
         ns_algorithm: str = "standard_newton_schulz",
         set_grad_none: bool = True,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         state: str = "plain",
     ) -> None:
         if iteration_dtype not in (torch.bfloat16, torch.float32):

@@ -16,6 +16,7 @@ from apex.ops.updates.novograd import UNSET, NovoGrad, kind_of, novograd_stages
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import saved_states
 from apex.optimizers._eight_bit import is_code
+from apex.optimizers._lost import PLAIN_BY_DEFAULT
 
 # The order of the vectors in a group's "exp_avg_sq"; the first two are always there.
 KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
@@ -78,7 +79,7 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
         *,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         state: str = "plain",
     ) -> None:
         defaults = {

@@ -18,6 +18,7 @@ from apex.ops.lists.tensor_lists import Scalar
 from apex.ops.updates.sgd import SGD, sgd_
 from apex.optimizers._base import FusedOptimizer
 from apex.optimizers._checkpoint import TORCH_ONLY
+from apex.optimizers._lost import PLAIN_BY_DEFAULT
 from apex.optimizers._step import Launch
 
 
@@ -79,7 +80,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
         *,
-        storage: str = "plain",
+        storage: str = PLAIN_BY_DEFAULT,
         state: str = "plain",
     ) -> None:
         defaults = {

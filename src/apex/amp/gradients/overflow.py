@@ -21,35 +21,13 @@ from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.gradients.tensors import stored_values
 from apex.amp.scaler import SCALE
 from apex.ops import _runtime
+from apex.ops._async_copy import AsyncCopy as AsyncCopy
 from apex.ops.lists.tensor_lists import local
 
 
 def runs_behind(device: torch.device) -> bool:
     """Whether the host can run ahead of ``device``."""
     return device.type in ("cuda", "meta")
-
-
-class AsyncCopy:
-    """A copy of a few numbers from a device to the host, which does not wait for it.
-
-    It never ``arrives`` from a graph that is captured: its replay runs no host code.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.arrives = values.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        if not self.arrives:
-            return
-        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(values.device))
-
-    def read(self) -> list[float] | None:
-        """The numbers, or ``None`` as long as they have not arrived."""
-        if torch.cuda.is_current_stream_capturing() or not self._event.query():  # type: ignore[no-untyped-call]
-            return None
-        values: list[float] = self._host.tolist()
-        return values
 
 
 class SkippedStep(NamedTuple):

@@ -20,19 +20,20 @@ class LostUpdates:
     """
 
     def __init__(self) -> None:
-        self._counts: list[torch.Tensor] = []
+        #: Of each device: how many were lost, and of how many.
+        self.counts: list[torch.Tensor] = []
 
     def count(self, before: torch.Tensor, after: torch.Tensor, grad: torch.Tensor) -> None:
         """Compare a tensor before and after an update."""
         moves = grad != 0
         new = torch.stack([((before == after) & moves).sum(), moves.sum()])
-        if self._counts and self._counts[-1].device == new.device:
-            new += self._counts.pop()
-        self._counts.append(new)
+        if self.counts and self.counts[-1].device == new.device:
+            new += self.counts.pop()
+        self.counts.append(new)
 
     def numbers(self) -> tuple[int, int]:
         """How many updates were lost, of how many."""
-        pairs = [counts.tolist() for counts in self._counts]
+        pairs = [counts.tolist() for counts in self.counts]
         return sum(lost for lost, _ in pairs), sum(there for _, there in pairs)
 
     def share(self) -> float:
