@@ -103,6 +103,71 @@ def test_report_and_undo(kind):
     report.undo()  # again: nothing
 
 
+OTHERS = {  # what is said of models whose classes are not listed
+    "Phi3": ("3 x Phi3RMSNorm by RMSNorm", "left: 1 x Phi3MLP: its layers are not gate_proj"),
+    "Olmo2": ("5 x Olmo2RMSNorm by RMSNorm", "1 x Olmo2MLP by SwiGLUMLP"),
+    "Granite": ("3 x GraniteRMSNorm by RMSNorm", "1 x GraniteMLP by SwiGLUMLP"),
+    "Glm4": ("5 x Glm4RMSNorm by RMSNorm", "left: 1 x Glm4MLP: its layers are not gate_proj"),
+    "Cohere": (
+        "left: 2 x CohereLayerNorm: its numbers are those of no norm here",
+        "1 x CohereMLP by SwiGLUMLP",
+    ),
+    "Starcoder2": ("left: 3 x LayerNorm: torch's own layer, which is faster",),
+}
+
+
+def made_of(family):
+    torch.manual_seed(0)
+    options = {**SMALL, "num_hidden_layers": 1}
+    options.pop("head_dim")
+    config = getattr(transformers, f"{family}Config")(**options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn(weight.shape, device="cpu", dtype=weight.dtype) / 5)
+    return model
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_module_of_a_class_that_is_not_listed_goes_by_its_numbers(family):
+    model = made_of(family)
+    wanted = results(model, "reference")
+    report = apex.patch(model)
+    assert all(text in str(report) for text in OTHERS[family])
+    norms = {name for name, one in model.named_modules() if "Norm" in type(one).__name__}
+    assert norms <= {*report.replaced, *report.left}
+    found = results(model, "reference")
+    assert found.keys() == wanted.keys()
+    for name, exact in wanted.items():
+        assert rms(found[name] - exact) <= PATCHED_NORM * rms(exact)
+
+
+def test_a_model_of_which_nothing_was_replaced_warns():
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.warns(UserWarning, match="replaced in the GPT2LMHeadModel.*norms, MLPs"):
+        report = apex.patch(model)
+    assert report.replaced == {}
+    assert all("torch's own layer" in why for why in report.left.values())
+    assert len(report.left) == 3
+    with pytest.warns(UserWarning, match="nothing was replaced in the Linear"):
+        assert str(apex.patch(nn.Linear(2, 2))) == "nothing to replace"
+
+
+def test_comparing_numbers_runs_no_hook_and_leaves_weights_alone():
+    model = made_of("Olmo2")
+    mlp, calls = model.model.layers[0].mlp, []
+    for one in (mlp, mlp.gate_proj, model.model.norm):
+        one.register_forward_pre_hook(lambda *_: calls.append(1))
+    before = {name: (one, one.clone()) for name, one in model.named_parameters()}
+    apex.patch(model)
+    assert calls == []
+    for name, one in model.named_parameters():
+        assert one is before[name][0]
+        assert torch.equal(one, before[name][1])
+
+
 def test_a_copy_and_a_pickle_are_patched():
     model = made("Llama")
     others, file = [], io.BytesIO()

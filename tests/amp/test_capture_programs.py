@@ -339,6 +339,110 @@ def test_what_each_call_replaces_is_named(work):
         is_equal(work, lambda program, step, n: step(x_of(n)[:6]), 0, level="O1")
 
 
+_MASKS = [torch.full((6, 1), 1.0 + place, device="cpu") for place in range(12)]
+_mask = _MASKS[0]
+
+
+class Holder:
+    """Has a mask in an attribute."""
+
+    def __init__(self):
+        self.mask = _MASKS[0]
+
+
+def reads_a_global(program):
+    return lambda x: program.step(x * _mask)["loss"], lambda mask: globals().update(_mask=mask)
+
+
+def reads_a_variable(program):
+    mask = _MASKS[0]
+
+    def put(other):
+        nonlocal mask
+        mask = other
+
+    return lambda x: program.step(x * mask)["loss"], put
+
+
+def reads_a_key(program):
+    kept = {"mask": _MASKS[0]}
+    return lambda x: program.step(x * kept["mask"])["loss"], lambda mask: kept.update(mask=mask)
+
+
+def reads_an_attribute(program):
+    holder = Holder()
+    return (
+        lambda x: program.step(x * holder.mask)["loss"],
+        lambda mask: setattr(holder, "mask", mask),
+    )
+
+
+def reads_in_a_method(program):
+    class Step(Holder):
+        def __call__(self, x):
+            return self.masked(x)
+
+        def masked(self, x):
+            return program.step(x * self.mask)["loss"]
+
+    step = Step()
+    return step, lambda mask: setattr(step, "mask", mask)
+
+
+def reads_in_another_function(program):
+    mask = _MASKS[0]
+
+    def put(other):
+        nonlocal mask
+        mask = other
+
+    def masked(x):
+        return x * mask
+
+    return functools.partial(lambda x, times: program.step(masked(x) * times)["loss"], times=1), put
+
+
+@pytest.mark.parametrize("makes", [
+    reads_a_global, reads_a_variable, reads_a_key, reads_an_attribute, reads_in_a_method,
+    reads_in_another_function,
+])  # fmt: skip
+def test_another_tensor_in_the_place_of_one_that_is_held(makes):
+    """The list holds all masks: no memory is freed when the program takes the next one."""
+
+    def work(program):
+        function, program.put = makes(program)
+        return function
+
+    def call(program, step, number):
+        program.put(_MASKS[number // 6])
+        return step(x_of(number)[:6])
+
+    try:
+        is_equal(work, call, 8, level="O1")
+    finally:
+        globals()["_mask"] = _MASKS[0]
+
+
+def test_another_thread_steps_an_optimizer_of_its_own():
+    own = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(own.parameters(), lr=0.1)
+    own(torch.ones(2, 4, device="cpu")).sum().backward()
+
+    def work(program):
+        def step(x):
+            thread = threading.Thread(target=sgd.step)
+            thread.start()
+            thread.join()
+            return program.step(x)["loss"]
+
+        return step
+
+    def call(program, step, number):
+        return step(x_of(number))
+
+    both_ways(work, call, steps=3)
+
+
 @pytest.mark.parametrize(("device", "named"), [("cpu", True), ("meta", False)])
 def test_what_is_replaced_on_the_host_is_no_concern_of_a_graph(device, named):
     state = [torch.ones(2)]

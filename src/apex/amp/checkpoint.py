@@ -23,7 +23,7 @@ from typing import Any
 from apex.amp.newest import _amp_state
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import LossScaler
-from apex.amp.training import Training, alive, in_use, is_disabled, with_scale
+from apex.amp.training import Training, alive, in_use, is_disabled, moments, with_scale
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
 
@@ -54,7 +54,8 @@ def _trainings(optimizers: Any, called: str) -> list[Training]:
 def _meant(called: str) -> list[Training]:
     """The trainings that a call without ``optimizers`` is about; newest last.
 
-    What is saved is the state of those that had a ``scale_loss``, if there are any: a model that is
+    What is saved is the state of those that had a ``scale_loss``, if there are any, or that a state
+    was loaded into since: a model that is
     initialised and not trained, such as a momentum encoder or a teacher, has none. If their states
     differ, it is the newest's, with a warning. Trainings with a static scale count only where there
     are no others: nothing is loaded into them.
@@ -104,7 +105,8 @@ def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
         optimizers: One or more optimizers of the training. ``None`` means the training that had a
-            ``scale_loss``, of those with an optimizer and a dynamic scale. If there are several
+            ``scale_loss``, of those with an optimizer and a dynamic scale; after a
+            ``load_state_dict`` the one it was loaded into. If there are several
             (or none has had one yet) and their states differ, it is the newest, with a warning.
 
     Returns:
@@ -186,6 +188,8 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
         )
     for scalers in found:
         _load(entries, scalers)
+    for training in trainings if entries else ():
+        training.loaded = next(moments)
 
 
 def _refuse_other_policy(saved: Any, now: Any) -> None:

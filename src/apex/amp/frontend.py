@@ -22,6 +22,7 @@ from apex.amp.casting import kept as policies
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
+from apex.amp.gradients import collectives
 from apex.amp.gradients.masters import Values, table
 from apex.amp.gradients.step_checks import share_memory
 from apex.amp.newest import _amp_state
@@ -301,6 +302,7 @@ def _build(
         full: Values = {}
         if properties.master_weights:
             distributed_checkpoint.install()
+            collectives.install()
             tensors = [*params, *[one for model in models for one in model.buffers()]]
             # .data: a detached tensor would count what is written to the weight
             full = {one: one.data for one in tensors if one.dtype == torch.float32}
@@ -454,6 +456,7 @@ def reset() -> None:
         dispatcher.uninstall()
         cpu_float16.switch(on=False)
         distributed_checkpoint.uninstall()
+        collectives.uninstall()
     disabled.clear()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()

@@ -231,6 +231,8 @@ class OptimizerState:
             )
         if self.superseded:
             self.refuse_superseded()
+        if self.training.unnoticed.written:
+            self.training.unnoticed.before_step(self.training, self.params.targets)
         if self.ledger.scaled_elsewhere:
             self.ledger.refuse_scaled_elsewhere()
         if has_closure and self.training.is_dynamic():

@@ -13,11 +13,12 @@ import torch
 from apex.amp.casting import rules
 from apex.amp.casting import state as casting
 from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
-from apex.amp.training import is_disabled, moments
+from apex.amp.training import is_disabled, managed, moments
 
 __all__ = ["scale_loss"]
 
@@ -163,12 +164,29 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
                 warnings.warn(_OTHER_ROOT, stacklevel=2)
             try:
                 this.end(delayed=self.delayed, check=self.check)
+                _look_at_static(this)
             except BaseException:  # such as out of memory
                 this.abandon(drop=True)
                 raise
         finally:
             self._off.__exit__()
             casting.forget_weights()  # a step makes cached casts stale
+
+
+def _look_at_static(this: Pass) -> None:
+    """Have a static scale that is too large noticed: it skips no step."""
+    scale = this.scaler._static
+    if scale is not None and scale != 1.0 and not _is_watched(this):
+        params = [ledger.params for ledger in this.ledgers]
+        weights = [weight for one in params for weight in (*one.stepped, *one.targets)]
+        training = this.ledgers[0].training
+        training.unnoticed.look_at(scale, this.loss, weights, overflow.AsyncCopy)
+
+
+def _is_watched(this: Pass) -> bool:
+    """Whether apex.debug watches one of the optimizers, and says more."""
+    watched = [one._amp_stash for one in list(managed) if one._amp_stash.observer is not None]
+    return any([state.ledger in this.ledgers for state in watched])
 
 
 _HAS_GRAPH = (

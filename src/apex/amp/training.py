@@ -16,6 +16,7 @@ import torch
 
 from apex.amp.policy import Properties
 from apex.amp.scaler import LossScaler
+from apex.amp.unnoticed import Unnoticed
 
 moments = itertools.count(1)  # of new trainings and of passes, to tell which was first
 
@@ -26,7 +27,8 @@ class Training:
 
     ``policy`` is, for each model, the modules that one keeps in float32; ``None`` without a policy.
     ``shared`` has ids of ledgers, by the id of a tensor that several of them step. ``last_pass`` is
-    0 before the first ``scale_loss``. ``casts`` returns the function casts of its models, if any.
+    0 before the first ``scale_loss``, ``loaded`` before the first ``amp.load_state_dict``; later
+    they say when the last one was. ``casts`` returns the function casts of its models, if any.
 
     Attributes:
         has_several: Whether it has, or had, several optimizers.
@@ -43,6 +45,8 @@ class Training:
     shared: dict[int, set[int]] = field(default_factory=dict)
     made: int = field(default_factory=moments.__next__)
     last_pass: int = 0
+    loaded: int = 0
+    unnoticed: Unnoticed = field(default_factory=Unnoticed)
     casts: Callable[[], Any] = lambda: None
     has_several: bool = field(init=False, default=False)
     _models: list[tuple[weakref.ref[torch.nn.Module], weakref.ref[Any]]] = field(
@@ -161,5 +165,12 @@ def with_scale() -> list[Training]:
 
 
 def in_use(trainings: Sequence[Training]) -> list[Training]:
-    """Those that had a ``scale_loss``; if there is none, all of them."""
+    """Those that had a ``scale_loss``; if there is none, all of them.
+
+    What was loaded after the last ``scale_loss`` of all is what goes on: a run that is resumed
+    while the model of the first one is still there.
+    """
+    last = max([one.last_pass for one in trainings], default=0)
+    if resumed := [one for one in trainings if one.loaded > last]:
+        return resumed
     return [one for one in trainings if one.last_pass] or list(trainings)

@@ -24,7 +24,7 @@ from apex.debug.calls import Call, Replay, ReplayResult, StepError, unchanged
 from apex.debug.growth import Growth
 from apex.debug.ranks import Together
 from apex.debug.report import Report
-from apex.debug.sentences import HINT, OUTSIDE, rows_of
+from apex.debug.sentences import HINT, OUTSIDE, SHOWN, listed, rows_of
 from apex.debug.tape import Tape
 from apex.debug.tensors import describe, is_bad, named_in, names_of_stepped, params_of, plain
 from apex.debug.tracing import Origin, Trace
@@ -38,6 +38,7 @@ _HALVINGS = 24
 _NOT_FINITE_EITHER = (
     "in float32 the step is not finite either: another operation makes an inf or NaN"
 )
+_SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _Loss = Callable[[], torch.Tensor]
 
 
@@ -172,7 +173,8 @@ class _Explanation:
         def origins(tensors: Iterable[torch.Tensor]) -> list[Origin]:
             return [origin for one in tensors if (origin := trace.origin_of(one)) is not None]
 
-        for origin in origins([] if result.loss is None else [result.loss]):
+        losses = origins([] if result.loss is None else [result.loss])
+        for origin in losses:
             if origin.kind != "mask":
                 return origin
         outputs = [one for one in origins(result.bad_outputs()) if one.kind != "mask"]
@@ -187,7 +189,8 @@ class _Explanation:
             return min(inside, key=_order)
         if gradients and not outputs:
             return gradients[0]
-        return min(outputs, key=_order, default=None)
+        masks = losses if self._fault.bad_loss else []  # one that is in the loss itself
+        return min(outputs or masks, key=_order, default=None)
 
     def _replayed(self) -> Report:
         run = self._replay.run if self._fault.calls else self._replay.run_step
@@ -296,7 +299,8 @@ class _Explanation:
             return self._after_output(origin)
         if not inside:
             return self._outside(origin)
-        dtype, gave = origin.values["dtype"], f"{origin.place()} gave {origin.counts()}"
+        dtype = origin.values["dtype"]
+        gave = f"{origin.place()} gave {origin.counts()}{self._samples(origin)}"
         if healed is not None:
             return self._make(
                 "scale",
@@ -314,8 +318,21 @@ class _Explanation:
             return self._make("range", sentence, origin)
         in_loss = origin.module is None and run in (self._replay.run_step, self._run_tape)
         where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
-        same = " in float32 as well" if wide.is_finite is False and dtype in _HALVES else ""
-        return self._make(cause, f"{where}{gave}{same}.", origin)
+        what = "NaN" if origin.has_nan() else "inf"
+        also = f" (also {what} when recomputed in float32)"
+        same = also if wide.is_finite is False and dtype in _HALVES else ""
+        return self._make(cause, f"{where}{gave}{same}{_because(origin)}.", origin)
+
+    def _samples(self, origin: Origin) -> str:
+        """The samples of the batch that have the values, if not all of them do."""
+        first = next((one for call in self._fault.calls for one in call.inputs), None)
+        values = origin.values
+        size = first.shape[0] if first is not None and first.dim() else 0
+        rows, bad = values.get("rows", []), values.get("bad_rows", 0)
+        if not 0 < bad < size or values["shape"][0] != size:
+            return ""
+        names = listed([str(row) for row in rows][:SHOWN] + ["more"] * (bad > SHOWN))
+        return f" (in sample{'s' if bad > 1 else ''} {names} of the batch, of {size})"
 
     def _outside(self, origin: Origin) -> Report:
         """What came from outside of the replayed operations."""
@@ -397,6 +414,22 @@ class _Explanation:
         ):
             self._notes.append(f"eps={eps:g} is 0 in {str(param.dtype).removeprefix('torch.')}")
         return report
+
+
+def _because(origin: Origin) -> str:
+    """One step further, where the inputs of the operation are known."""
+    if origin.kind == "mask":
+        return ", which the loss has read: a mask covers a target"
+    name = origin.name.removeprefix("aten.").partition(".")[0]
+    if origin.call is None or name not in _SOFTMAXES or not origin.has_nan():
+        return ""
+    (x, dim), size = origin.call[1][:2], 0
+    if isinstance(x, torch.Tensor) and x.dim() and isinstance(dim, int):
+        empty = (x == -math.inf).all(dim)
+        size = x.shape[dim] if bool(empty.any()) else 0
+    if not size:
+        return ""
+    return f": each of the {size} inputs of the row is -inf, so a mask leaves it empty"
 
 
 def _is_input(origin: Origin | None) -> bool:

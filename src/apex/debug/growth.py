@@ -1,4 +1,4 @@
-"""Weights that grew a hundredfold within a few steps: their largest norm before each step.
+"""Weights that grew a hundredfold: their norms before each of the last steps, and some before.
 
 Sampled are at most 8 matrices, spread over those that the optimizers step, the last one with them:
 each takes two norms a step, of 2 us on a CPU (the largest magnitude takes 15). These stay on their
@@ -18,7 +18,7 @@ from apex._compat import private
 from apex.debug.tensors import local
 
 _TENSORS = 8
-_STEPS = 8
+_STEPS, _OLD = 8, 16  # the last steps, and of those before every eighth
 _FACTOR = 100.0  # of the largest norm; healthy ones grow less, unless they begin at 0
 
 
@@ -35,7 +35,8 @@ class Growth:
     """Remembers the last steps of the tensors that optimizers step."""
 
     def __init__(self) -> None:
-        self._rows: deque[_Row] = deque(maxlen=_STEPS)
+        self._rows: deque[_Row] = deque()
+        self._old: deque[_Row] = deque(maxlen=_OLD)
         self._sampled: list[torch.Tensor] = []
         self._from = 0  # of how many optimizers
 
@@ -47,6 +48,8 @@ class Growth:
         if len(optimizers) != self._from:
             self._sample(optimizers)
         self._rows.append(_Row(step, _norms(self._sampled), []))
+        if len(self._rows) > _STEPS and (first := self._rows.popleft()).step % _STEPS == 1:
+            self._old.append(first)
 
     def _sample(self, optimizers: list[Any]) -> None:
         groups = [group for one in optimizers for group in one.param_groups]
@@ -55,6 +58,7 @@ class Growth:
         every = -(-len(matrices) // _TENSORS) or 1
         self._from, self._sampled = len(optimizers), matrices[::-1][::every]
         self._rows.clear()
+        self._old.clear()
 
     @torch.no_grad()
     def end(self) -> None:
@@ -71,7 +75,7 @@ class Growth:
 
     def sentence(self, names: dict[int, str]) -> str:
         """The growth, the step and what to do; empty if nothing grew. ``names``: by ``id``."""
-        rows = [(row, [float(one) for one in row.weights]) for row in self._rows]
+        rows = [(row, [float(one) for one in row.weights]) for row in (*self._old, *self._rows)]
         rows = [(row, sizes) for row, sizes in rows if sizes and all(map(math.isfinite, sizes))]
         if len(rows) < 2:
             return ""
@@ -80,8 +84,11 @@ class Growth:
         if not before:
             return ""
         first, smaller = before[-1]
+        if first in self._old:  # it has lasted since: up to where it was large at first
+            large = [entry for entry in rows if max(entry[1]) >= _FACTOR * max(smaller)]
+            last, sizes = next(entry for entry in large if entry[0].step > first.step)
         place = sizes.index(max(sizes))
-        since = [row for row, _ in rows[:-1] if row.step >= first.step and row.gradients]
+        since = [x for x, _ in rows if first.step <= x.step < last.step and x.gradients]
         norms = [row.gradients[place] for row in since]
         norm = max((float(one) for one in norms if one is not None), default=math.nan)
         gradient = "" if math.isnan(norm) else f" (norm of its gradient {norm:.3g})"

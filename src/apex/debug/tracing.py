@@ -48,8 +48,10 @@ class Origin:
         index: Which operation of the replay it was, from 1 on.
         module: Path in the model, ``""`` for the model itself, ``None`` outside of it.
         direction: ``"forward"`` or ``"backward"``.
-        line: The line of the forward, ``"file.py:12 in forward: code"``.
-        node: In backward, autograd's name of the function, ``"SqrtBackward0"``.
+        line: The line of the forward, ``"file.py:12 in forward: code"``; of a backward that the
+            program has written, the line in it.
+        node: In backward, autograd's name of the function, ``"SqrtBackward0"``; not where the
+            program has written it.
         call: Operation, arguments and keyword arguments, as they were before it ran.
     """
 
@@ -152,6 +154,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         self._alive: dict[int, StorageWeakRef] = {}  # so that no other memory has a key of these
         self._modules: list[str | None] = [None]
         self._forward: dict[int, tuple[str | None, str]] = {}  # by autograd's sequence numbers
+        self._is_own = False  # whether a backward runs that the program has written
         self.at = ""  # the line of what runs, where the program's frames are not on the stack
 
     @contextmanager
@@ -213,7 +216,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         result = operation(*args, **kwargs)
         new = Origin("operation", str(operation), {}, self.count, module, line=line)
         if self._is_backward(node):
-            new.direction, new.node = "backward", node.name()
+            new.direction, new.node = "backward", "" if self._is_own else node.name()
         for tensor in (*tensors_of(result), *written):
             self._look_at(tensor, operation, before, origins, dataclasses.replace(new))
         return result
@@ -234,8 +237,11 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
 
     def _place(self, node: Any) -> tuple[str | None, str]:
         """Module and line that the operation belongs to; in backward those of its forward."""
+        self._is_own = False
         if self._is_backward(node):
             here = self._forward.get(node._sequence_nr(), (None, ""))
+            if own := _line():  # only a backward written in Python has a frame of the program
+                self._is_own, here = True, (here[0], own)
         else:
             here = (self._modules[-1], self.at or _line())
         # The newest node: of this operation, or of the autograd function that it is called in. What

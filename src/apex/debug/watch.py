@@ -107,11 +107,12 @@ class Watch:
     def loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, and let the next step look at it too: ``watch.loss(loss).backward()``.
 
-        For losses that can be inf where all gradients are finite, such as a sum in float16, and
-        for outputs of the model of which the loss masks a NaN. The loss of an empty batch may be
-        anything. Under a dynamic loss scale gradients alone count.
+        For losses that can be inf or NaN where all gradients are finite, such as a sum in float16
+        or a mean over no labels, and for outputs of the model of which the loss masks a NaN. The
+        loss of an empty batch may be anything. ``apex debug`` looks at what each backward begins
+        with.
         """
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach().clone())
         return loss
 
     def explain(self, step: Callable[[], torch.Tensor] | None = None) -> Report:
@@ -303,10 +304,14 @@ class Watch:
     def _look_at(self, params: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Whether a gradient or a watched loss is not finite on a rank; whether only a loss is."""
         found = non_finite([p.grad for p in params if p.grad is not None])
-        if self._losses and all(t.numel() for call in self._calls for t in call.inputs):
+        if self._has_losses():
             bad = non_finite(self._losses).to(found.device)
             return ranks.agree(torch.maximum(found, bad), params, self._group), bad > found
         return ranks.agree(found, params, self._group), False
+
+    def _has_losses(self) -> bool:
+        inputs = [one for call in self._calls for one in call.inputs]
+        return bool(self._losses) and all(one.numel() for one in inputs)
 
     def _give_back(self) -> None:
         hidden, self._hidden = self._hidden, []
@@ -322,10 +327,16 @@ class Watch:
         if self._stopped:
             return bool(found)
         with self._lock:
-            return self._end_step(optimizer, bool(found), scale, only_loss)
+            is_bad, dynamic = bool(found), only_loss is None
+            if dynamic and not is_bad and self._has_losses():
+                only_loss = bool(non_finite(self._losses))
+            self._end_step(optimizer, is_bad or bool(only_loss), scale, only_loss, dynamic=dynamic)
+            return is_bad
 
-    def _end_step(self, optimizer: Any, is_bad: bool, scale: float, only_loss: Any) -> bool:
-        dynamic = only_loss is None
+    def _end_step(
+        self, optimizer: Any, is_bad: bool, scale: float, only_loss: Any, *, dynamic: bool
+    ) -> None:
+        is_taken = dynamic and bool(only_loss)  # amp or a scaler looks at gradients alone
         self.steps += 1
         if self._growth is not None:
             self._growth.end()
@@ -334,7 +345,7 @@ class Watch:
         before = self._in_a_row.pop(id(optimizer), 0)
         if is_bad:
             self._in_a_row[id(optimizer)] = before + 1
-            self.skipped += int(self._skip or dynamic)
+            self.skipped += int((self._skip or dynamic) and not is_taken)
             together = ranks.Together(self._models, self._group, f"{self._number}/{self.steps}")
             self.fault = Fault(
                 list(self._calls),
@@ -348,7 +359,7 @@ class Watch:
                 self._growth,
                 None if self._lines is None else self._lines.tape,
             )
-            may_heal = dynamic and not any(call.had_nan() for call in self._calls)
+            may_heal = dynamic and not is_taken and not any(call.had_nan() for call in self._calls)
             if self.report is None and before >= (self._patience if may_heal else 0):
                 self._tell()
         else:
@@ -360,7 +371,6 @@ class Watch:
             self._drop()
         if self._lines is not None:
             self._lines.end_step(is_last=is_last)
-        return is_bad
 
     def _tell(self) -> None:
         if self._on_fault == "keep":

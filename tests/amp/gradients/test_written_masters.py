@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from apex import amp
@@ -66,6 +67,79 @@ def test_a_written_master_reaches_the_next_forward(level, write, stepped):
     write(master)
     assert output(model) == expected(level, 2 * VALUE)
     assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), 2 * VALUE))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+COLLECTIVES = {  # of one rank: they write what is there
+    "broadcast": lambda tensor: dist.broadcast(tensor, 0),
+    "all_reduce": lambda tensor: dist.all_reduce(tensor),
+    "reduce": lambda tensor: dist.reduce(tensor, dst=0),
+    "scatter": lambda tensor: dist.scatter(tensor, [tensor.clone()], src=0),
+    "all_gather": lambda tensor: dist.all_gather([tensor], tensor.clone()),
+}
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", COLLECTIVES)
+@mastered
+def test_a_master_that_a_collective_writes_reaches_the_next_forward(level, name, stepped):
+    model, optimizer = start(level)
+    if stepped:
+        step(model, optimizer)
+    (master,) = optimizer.param_groups[0]["params"]
+    collective = COLLECTIVES[name]
+    with torch.no_grad():
+        unseen(master)  # as another rank's values do
+        collective(master)
+        assert output(model) == expected(level, 2 * VALUE)
+        unseen(master)
+        collective(master.data)
+    assert output(model) == expected(level, 4 * VALUE)
+    assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), 4 * VALUE))
+    step(model, optimizer)
+    assert output(model) == expected(level, 4 * VALUE)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.usefixtures("one_rank")
+@mastered
+def test_a_weight_that_a_collective_writes_is_taken_over(level):
+    model, optimizer = start(level)
+    step(model, optimizer)
+    model.weight.data.fill_(1.0)
+    dist.broadcast(model.weight.data, 0)
+    step(model, optimizer)
+    assert torch.equal(model.state_dict()["weight"], torch.ones(1, 4))
+
+
+def test_reset_takes_the_wrappers_off_collectives():
+    before = dist.broadcast
+    start("O2")
+    assert dist.broadcast is not before
+    amp.reset()
+    assert dist.broadcast is before
+
+
+@mastered
+def test_a_weight_in_the_groups_that_is_frozen_at_first_begins_at_its_float32_value(level):
+    amp.reset()
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(model.weight, VALUE)
+    model.requires_grad_(False)
+    optimizer = still(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    output(model)
+    model.requires_grad_(True)
+    step(model, optimizer)
+    assert torch.equal(model.state_dict()["weight"], torch.full((1, 4), VALUE))
 
 
 @pytest.mark.parametrize("write", [in_place, other_memory, unseen])

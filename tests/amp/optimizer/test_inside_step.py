@@ -4,10 +4,12 @@ The numbers are dyadic and few, so that float16 and bfloat16 have them all: what
 level is bit for bit what plain torch trains.
 """
 
+import random
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from apex import amp
@@ -282,6 +284,125 @@ def test_a_clip_of_the_models_gradients_in_a_pre_hook_warns(level):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(level, "sgd", pre_hook, halve_weights)
+
+
+# -- random programs -------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ParameterList([torch.tensor([1.0, -0.5]) for _ in range(2)])
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, number):
+        return (self.experts[number] + self.bias).sum()
+
+
+def all_to_none(model, optimizer):
+    optimizer.zero_grad()
+
+
+def zeros_by_optimizer(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def zeros_by_model(model, optimizer):
+    model.zero_grad(set_to_none=False)
+
+
+def zeros_by_hand(model, optimizer):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+CLEARS = [all_to_none, zeros_by_optimizer, zeros_by_model, zeros_by_hand]
+
+
+def broadcast_groups(model, optimizer):
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.data.mul_(0.5)  # as another rank's values are
+            if dist.is_available():
+                dist.broadcast(param.data, 0)
+
+
+def freeze(model, optimizer):
+    model.bias.requires_grad_(not model.bias.requires_grad)
+
+
+BETWEEN = [nothing, nothing, nothing, halve_weights, clamp_groups, broadcast_groups, freeze]
+
+
+def draw(seed, length=4):
+    """A place for code, and for each step: an expert, how to clear, code between steps and in."""
+    chance = random.Random(seed)
+    steps = [
+        (chance.randrange(2), *map(chance.choice, (CLEARS, BETWEEN, CODES))) for _ in range(length)
+    ]
+    return chance.choice(["sgd", "fused"]), chance.choice(PLACES[:-1]), chance.random() < 0.3, steps
+
+
+def with_momentum(base):
+    """A class of the program's: with one of torch's own a step is watched only where hooks are."""
+
+    class WithMomentum(base):
+        def __init__(self, params, lr):
+            super().__init__(params, lr=lr, momentum=0.5)
+
+    return WithMomentum
+
+
+def run(level, program):
+    base, place, is_frozen, steps = program
+    amp.reset()
+    model, codes, found = Experts(), [], []
+    model.bias.requires_grad_(not is_frozen)
+    optimizer = place(
+        with_momentum(BASES[base]()),
+        model.parameters(),
+        lambda one: codes[0](model, one),
+    )
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for number, clear, between, inside in steps:
+        codes[:] = [inside]
+        clear(model, optimizer)
+        between(model, optimizer)
+        loss = model(number)
+        scaled_backward(loss, optimizer) if level else loss.backward()
+        optimizer.step()
+        found += [value.float().clone() for value in model.state_dict().values()]
+    return found
+
+
+def check_programs(seeds):
+    for seed in seeds:
+        program = draw(seed)
+        wanted, got = run(None, program), run("O2", program)
+        if not all(map(torch.equal, wanted, got)):
+            pytest.fail(f"seed {seed}: {program}: {got} for {wanted}")
+
+
+@pytest.fixture
+def one_rank():
+    if dist.is_available():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_available():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_random_programs_are_those_of_plain_torch():
+    check_programs(range(20))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("one_rank")
+def test_many_random_programs_are_those_of_plain_torch():
+    check_programs(range(300))
 
 
 @pytest.mark.parametrize("level", MASTERED)

@@ -164,9 +164,12 @@ class _Leave(_Hook):
         if calls is not None and output is not None:  # None: the forward has raised
             self.level.calls = None
             calls.check()
-        if self.level.outputs is None:
-            return output
-        return Walker(self.level.outputs, is_traced=is_traced)(output)
+        if self.level.outputs is not None:
+            output = Walker(self.level.outputs, is_traced=is_traced)(output)
+        training = None if is_traced else self.level.forwards.training
+        if training is not None and (now := training()) is not None and not now.last_pass:
+            now.unnoticed.watch(now, output)
+        return output
 
 
 def _first_parameter(

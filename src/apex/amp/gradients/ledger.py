@@ -31,6 +31,7 @@ this, and the device drops what a taken one would keep.
 from __future__ import annotations
 
 import enum
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -228,6 +229,7 @@ class Ledger:
         in_graphs: Gradients that were put aside in captures: the graphs read and write them.
         began: How many times a block was opened or gradients were cleared.
         steps: How many steps were taken or skipped, as far as the host has made them.
+        stepped_in: The thread that made the last one.
         scaled_elsewhere: Weights with the gradients that a block without this optimizer has
             written, scaled, and the versions of these.
     """
@@ -248,6 +250,7 @@ class Ledger:
     in_graphs: list[torch.Tensor] = field(default_factory=list)
     began: int = 0
     steps: int = 0
+    stepped_in: int = 0
     scaled_elsewhere: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
     _warned: set[str] = field(default_factory=set)
 
@@ -497,6 +500,7 @@ class Ledger:
         self.is_unreduced = False
         self.is_captured = None
         self.has_stepped, self.steps = True, self.steps + 1
+        self.stepped_in = threading.get_ident()
         if inside is not None:
             inside.finish()
             if params.drop_cleared():

@@ -18,6 +18,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from apex._program import stacklevel
 from apex.amp.gradients.tensors import pieces
+from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 Values = dict[torch.Tensor, torch.Tensor]  # by the tensor that they belong to
 
@@ -138,6 +139,8 @@ class MasterTable:
         self._masters: Any = WeakTensorKeyDictionary()  # weight -> Master
         # A master's tensor -> a weak reference to its weight.
         self._weights: Any = WeakTensorKeyDictionary()
+        # Both by their address, and what `changes` was when they were.
+        self._by_address: tuple[int, dict[int, Any]] = -1, {}
 
     def get(self, weight: Any) -> Master | None:
         """The master of ``weight``, if it has one."""
@@ -183,6 +186,22 @@ class MasterTable:
             if master is not None:
                 master.before = None
 
+    def note_written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count writes that torch has not counted: to weights, masters, and what has their memory.
+
+        It is looked up by address, since programs pass ``p.data``.
+        """
+        with self._lock:
+            if self._by_address[0] != self.changes:
+                both = [*self._masters.items()]
+                mine = [one for weight, master in both for one in (weight, master.tensor)]
+                found = {address_of(one): TensorWeakRef(one) for one in mine}
+                found.pop(-1, None)
+                self._by_address = self.changes, found
+            references = [self._by_address[1].get(address_of(one)) for one in tensors]
+        owners = [reference() for reference in references if reference is not None]
+        torch.autograd.graph.increment_version([x for x in owners if x is not None])
+
     def weight_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The weight whose master ``tensor`` is, if it is one."""
         with self._lock:
@@ -203,6 +222,13 @@ def has_version(tensor: torch.Tensor) -> bool:
         return tensor._version >= 0
     except RuntimeError:
         return False
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the memory of ``tensor`` is; -1 where no write to it is counted, or it has none."""
+    if type(tensor) not in OWN_MEMORY or not has_version(tensor) or tensor.is_meta:
+        return -1
+    return tensor.data_ptr() or -1
 
 
 def grads_to_step(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:

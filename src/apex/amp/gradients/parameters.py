@@ -5,6 +5,7 @@ A weight and its master are two tensors. Who writes to one of them writes to the
 | who has written what | when it is noticed | who wins |
 |---|---|---|
 | a master: in place, other memory | forward, ``state_dict``, step | it is rounded into the weight |
+| a weight or a master: a collective | as in place | as in place |
 | a master from ``amp.master_params``, in any way | the next forward | the same |
 | a weight: in place, other memory | forward, ``state_dict``, step | all but the rounded master |
 | both | the same | within one rounding the master, else the weight, with a warning |
@@ -19,9 +20,9 @@ are compared at each forward of the model, at each step and by ``state_dict``. "
 master": elements of the weight that equal the rounded master leave the master its low bits. Inside
 of a step see :mod:`~apex.amp.gradients.inside_step`.
 
-A write through ``.data``, NumPy or a collective into a master taken from the groups changes neither
-version nor address. docs/recipes.md has the line that works. As Python overhead dominates a step of
-many small weights, each operation on all of them is one comprehension or C loop here.
+A write through ``.data`` or NumPy into a master taken from the groups, outside of a step, changes
+neither version nor address. docs/recipes.md has the line that works. As Python overhead dominates a
+step of many small weights, each operation on all of them is one comprehension or C loop here.
 """
 
 from __future__ import annotations

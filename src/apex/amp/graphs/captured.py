@@ -231,7 +231,7 @@ class CapturedStep(Generic[_Results]):
         if probe is not None and probe.found:
             self._give_up(probe.found)
         elif probe is not None and is_settled(states):
-            self._kinds[key], self._last = probe.followed(optimizers), self.calls
+            self._kinds[key], self._last = probe.followed(self._function, optimizers), self.calls
         elif len(self._kinds) > MOST_KINDS:
             self._give_up(
                 f"its arguments were of {MOST_KINDS} kinds. Pass a number that counts as a tensor "
@@ -315,9 +315,12 @@ class CapturedStep(Generic[_Results]):
 def _stepped() -> Iterator[list[Any]]:
     """Inside of this context, list the optimizers that are stepped, or whose step is skipped."""
     found: list[Any] = []
+    thread = threading.get_ident()  # the hook and the counts are of all threads
 
     def note(optimizer: Any, *arguments: object) -> None:
-        if not any([one._amp_stash._is_stepping for one in list(managed)]):
+        if threading.get_ident() == thread and not any(
+            [one._amp_stash._is_stepping for one in list(managed)]
+        ):
             found.append(optimizer)  # which amp does not manage
 
     before = {id(one): one._amp_stash.ledger.steps for one in list(managed)}
@@ -326,7 +329,8 @@ def _stepped() -> Iterator[list[Any]]:
         yield found
     finally:
         hook.remove()
-    found += [o for o in list(managed) if o._amp_stash.ledger.steps != before.get(id(o), 0)]
+    ledgers = [(one, one._amp_stash.ledger) for one in list(managed)]
+    found += [o for o, x in ledgers if x.steps != before.get(id(o), 0) and x.stepped_in == thread]
     if not found:
         raise RuntimeError(
             "amp.capture: the function has stepped no optimizer. Pass a whole training step: "

@@ -59,7 +59,7 @@ _HOOKS = (
 )  # fmt: skip
 _OF_PARAM = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GRADIENTS = "gradients (call zero_grad in the function, before its backward)"
-_READ = "a tensor that it reads and does not get as an argument (write to it in place)"
+READ = "a tensor that it reads and does not get as an argument (write to it in place)"
 _REPLACED = (
     "a module",
     "the memory of a weight, a buffer or a state of an optimizer (weight.data = ..., "
@@ -204,6 +204,7 @@ class Followed:
         optimizers: The function steps them.
         trainings: Theirs, and others whose models it reads.
         read: Memory that it reads, and that neither amp nor a module holds.
+        named: Names by which it reaches such memory (:mod:`~apex.amp.graphs.names`).
         clears: Whether it does not add to gradients that it finds.
         toggled: ids of weights whose ``requires_grad`` it sets.
 
@@ -217,11 +218,13 @@ class Followed:
         trainings: Sequence[Training],
         read: Sequence[StorageWeakRef],
         *,
+        named: Sequence[Row] = (),
         clears: bool,
         toggled: set[int],
     ) -> None:
         self.optimizers, self.states = list(optimizers), list(map(state_to_capture, optimizers))
         self._trainings, self._read, self._toggled = list(trainings), list(read), toggled
+        self._named = named
         both = zip(self.optimizers, self.states, strict=True)
         self._groups = [(g, s) for one, s in both for g in one.param_groups if g["params"]]
         self._rates = [Rate(group) for group, state in self._groups if _reads_tensor(group, state)]
@@ -255,7 +258,8 @@ class Followed:
         expired, memory = private.expired, [storage.cdata for storage in self._read]
         if expired is None:
             expired, memory = StorageWeakRef.expired, [*self._read]
-        yield expired, memory, [_READ] * len(memory)
+        yield expired, memory, [READ] * len(memory)
+        yield from self._named
         hooks = self._hooks_now()
         yield len, hooks, [_HOOK] * len(hooks)  # of removed ones nobody counts
         some = [] if self._clears else self._params[:: 1 + len(self._params) // _LOOKED_AT]

@@ -21,7 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from apex._compat import private
 from apex._compat.private import tree_leaves
 from apex.amp.gradients.parameters import addresses
+from apex.amp.graphs import names as reached
 from apex.amp.graphs.followed import (
+    READ,
     Followed,
     Row,
     Values,
@@ -116,7 +118,7 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             "(state.copy_(new)), or pass it as an argument and return the new one"
         )
 
-    def followed(self, optimizers: Sequence[Any]) -> Followed:
+    def followed(self, function: Any, optimizers: Sequence[Any]) -> Followed:
         """What the graph of such calls reads and takes for given; they step these optimizers."""
         states = list(map(state_to_capture, optimizers))
         stepped, read = {state.training for state in states}, self._read.keys()
@@ -131,6 +133,12 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             optimizers,
             trainings,
             [storage for key, (storage, _) in self._read.items() if key not in own],
+            named=reached.rows(
+                function,
+                modules_of(trainings),
+                lambda one: (key := _storage_key(one)) in self._read and key not in own,
+                READ,
+            ),
             clears=not self._adds and any(id(weight) in self._grads for weight in weights),
             toggled={id(one) for one, before in self._trained if one.requires_grad != before},
         )

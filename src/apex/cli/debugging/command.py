@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _say_the_end(programs: list[Program], *, failed: bool, skips: bool) -> None:
     watch = programs[0].watch if programs else None
+    if programs and programs[0].has_told_of_a_loss:
+        count = programs[0].bad_losses()
+        say(f"{count} loss{'es were' if count > 1 else ' was'} not finite")
     # Without --skip nobody counts the steps after the report.
     if skips and watch is not None and watch.skipped and watch.report is not None:
         text = f"{watch.skipped} of {watch.steps} steps were skipped"

@@ -32,6 +32,7 @@ class Program:
 
     Attributes:
         watch: The watch, for what is said at the end.
+        has_told_of_a_loss: Whether its report is on a loss with finite gradients.
     """
 
     def __init__(self, folder: Path, *, skip: bool, lines: bool = True) -> None:
@@ -50,7 +51,11 @@ class Program:
         self._unseen: set[int] = set()  # their parameters without a module that was called
         self._looked_at: WeakSet[torch.nn.Module] = WeakSet()  # modules without any of these
         self._call = torch.nn.Module.__call__
+        self.has_told_of_a_loss = self._is_in_backward = False
+        self._bad_losses: list[torch.Tensor] = []  # of each device one count
         self._undo = [
+            around(torch.Tensor, "backward", self._backward),
+            around(torch.autograd, "backward", self._backward),
             self._stop_looking,
             register_optimizer_step_pre_hook(self._begins).remove,
             after_init(torch.optim.Optimizer, self._made),
@@ -64,6 +69,34 @@ class Program:
         while self._undo:
             self._undo.pop()()
         self.watch.close()
+
+    def _backward(self, inner: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+        """Have the watch look at the loss that a backward begins with: its gradient is 1."""
+        if self._is_in_backward or torch.compiler.is_compiling():
+            return inner(roots, *args, **kwargs)
+        first = args[0] if args else kwargs.get("gradient", kwargs.get("grad_tensors"))
+        for one in [roots] if isinstance(roots, torch.Tensor) else [*roots]:
+            if first is None and one.numel() == 1 and one.is_floating_point():
+                self.watch.loss(one)
+                self._count(one.detach())
+        self._is_in_backward = True
+        try:
+            return inner(roots, *args, **kwargs)
+        finally:
+            self._is_in_backward = False
+
+    def _count(self, loss: torch.Tensor) -> None:
+        """Count one that is not finite; a GPU is not waited for."""
+        bad = (~loss.isfinite()).sum()
+        for count in self._bad_losses:
+            if count.device == bad.device:
+                count.add_(bad)
+                return
+        self._bad_losses.append(bad)
+
+    def bad_losses(self) -> int:
+        """How many losses were not finite."""
+        return sum(int(one) for one in self._bad_losses)
 
     def _made(self, optimizer: Any) -> None:
         self._optimizers.append(optimizer)
@@ -113,6 +146,8 @@ class Program:
             self.watch.attach_optimizer(optimizer)
 
     def _write(self, report: Report) -> None:
+        fault = self.watch.fault
+        self.has_told_of_a_loss = fault is not None and fault.bad_loss
         say(report.text(), front="")
         rank = f"-rank{report.rank}" if report.rank else ""
         try:

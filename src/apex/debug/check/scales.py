@@ -216,7 +216,8 @@ class Amp(CheckRule):
     """apex.amp: a backward outside of every ``scale_loss`` block, and clipping without effect.
 
     Sees a backward that writes gradients of an optimizer of ``amp.initialize`` while none of its
-    blocks is open, after an operation in float16, and that these are stepped; and torch's clipping
+    blocks is open (:mod:`apex.amp.unnoticed`, whose warning amp gives, says what that is), after an
+    operation in float16, and that these are stepped; and torch's clipping
     of 16-bit weights that have masters. Prints the scale that is missing, or the norm of what is
     stepped. Silent at a scale of 1 and for models without float16.
     """
@@ -232,11 +233,18 @@ class Amp(CheckRule):
         return [(one, one._amp_stash) for one in some if hasattr(one, "_amp_stash")]
 
     def backward_begins(self, roots: list[Any], scales: set[float | None], at: Place) -> None:
-        """Note the gradients before a backward outside of a block."""
-        states = {state.ledger.state.name for _, state in self._managed()}
-        is_bare = self.facts.low and scales == {None} and "OPEN" not in states
-        self._at, bare = at, self._managed() if is_bare else []
-        self._before = {one: _grads(state) for one, state in bare}
+        """Note the gradients before a backward outside of every block."""
+        from apex.amp import unnoticed  # a run without amp does not import it
+
+        managed = self._managed()
+        is_open = any(state.ledger.state.name == "OPEN" for _, state in managed)
+        is_bare = self.facts.low and scales == {None} and not is_open
+        bare = [
+            one
+            for one in managed
+            if is_bare and unnoticed.is_outside(one[1].training, one[1].ledger)
+        ]
+        self._at, self._before = at, {one: _grads(state) for one, state in bare}
 
     def backward_ends(self, written: list[torch.Tensor]) -> None:
         """Note whose gradients it wrote: those of the weights, where masters are stepped."""
