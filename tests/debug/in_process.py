@@ -15,6 +15,7 @@ def main(arguments):
     with pytest.MonkeyPatch.context() as patch:
         for module in (command, check):
             patch.setattr(module, "at_exit", ends.append)
+        patch.setattr(check, "end_pools", lambda: None)
         patch.setattr(sys, "argv", sys.argv)
         patch.setattr(sys, "path", list(sys.path))
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])

@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         code = exit_code(main)
     except KeyboardInterrupt:
         code = INTERRUPTED
+    end_pools()
     for thread in threading.enumerate():  # as Python does next: they may train
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -85,6 +86,12 @@ def run(args: argparse.Namespace) -> int:
         if tells and args.json:
             result.write(args.json)
     return result.code()
+
+
+def end_pools() -> None:  # under this name for tests, whose process does not end
+    """Let pools finish what they were given and end their threads, as Python does at its end."""
+    for end in reversed(getattr(threading, "_threading_atexits", [])):
+        end()
 
 
 @contextmanager

@@ -178,6 +178,19 @@ def test_nothing_of_a_check_stays_in_torch(check):
 
 
 @pytest.mark.slow
+def test_a_pool_that_nobody_shuts_down(tmp_path):
+    """It trains after the end of the script, and its thread waits for more."""
+    body = "\n".join(f"    {line}" for line in CLIPS.splitlines() if line)
+    pool = "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\n"
+    (tmp_path / "script.py").write_text(f"def train():\n{body}\n{pool}pool.submit(train)\n")
+    words = ["-m", "apex", "check", "script.py"]
+    options = {"folder": tmp_path, "environment": dict(os.environ), "seconds": 200}
+    [(code, _, errors)] = forked.run(words, **options)
+    assert code == 3, errors
+    assert "apex check: 1 precision mistake in 8 steps of script.py" in errors
+
+
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_are_told_once(tmp_path):
     """Rank 1 alone makes the mistake; rank 0 tells it."""
