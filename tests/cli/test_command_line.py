@@ -182,4 +182,4 @@ def test_the_command_line_says_where_its_command_has_gone(capsys, words):
     assert cli.main(words) == 2
     out, errors = capsys.readouterr()
     assert (out, errors.count("\n")) == ("", 1)
-    assert errors.startswith("apex kernels: is a tool of developers now: run ./dev kernels")
+    assert errors.startswith("apex kernels: is a developers' tool now: run ./dev kernels")

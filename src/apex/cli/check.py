@@ -46,9 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stop", action="store_true", help="end the script after these steps")
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="KIND", help="say nothing of this kind"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="do not report this kind; may be given several times",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     add_program(parser)
 
 
@@ -118,7 +122,7 @@ def _ranks(result: CheckResult) -> Iterator[bool]:
         for other in range(1, size) if rank == 0 else ():
             result.add(json.loads(store.get(f"{prefix}/{other}")), other)
     except RuntimeError as error:  # a rank that did not come, or an agent that is gone
-        say(f"not all ranks were heard: {error}", front="apex check: ")
+        say(f"the findings of some ranks did not arrive: {error}", front="apex check: ")
     yield rank == 0
     with suppress(RuntimeError):
         if rank == 0:
@@ -202,7 +206,7 @@ class CheckResult:
             "found": f"exit {FOUND}; the script "
             + ("was stopped" if self.stopped else f"ended with {self.ended}"),
             "failed": f"no precision mistakes in {many}, which ended with {self.ended}",
-            "no step": f"no step of an optimizer was seen in {self.program}",
+            "no step": f"no optimizer made a step in {self.program}",
             "nothing found": f"no precision mistakes in {many}",
         }
         more = [f"{', '.join(self.not_reached)}: not reached"] if self.not_reached else []

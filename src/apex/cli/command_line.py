@@ -70,21 +70,21 @@ COMMANDS = {
     ),
     "debug": Command(
         "apex.cli.debugging.command",
-        "which operation of a training script made the first NaN, and why"
+        "find the operation of a training script that made the first NaN"
     ),
-    "debug repro": Command("apex.cli.debugging.repro_command", "a saved report, shown again"),
+    "debug repro": Command("apex.cli.debugging.repro_command", "show a saved report again"),
     "check": Command(
-        "apex.cli.check", "precision mistakes of a training script, with lines and numbers"
+        "apex.cli.check", "find precision mistakes in a training script"
     ),
     "what-if": Command(
-        "apex.cli.what_if", "which number formats a model can be trained in, layer by layer"
+        "apex.cli.what_if", "find the number formats that a model can be trained in"
     ),
     "selftest": Command(
         "apex.selftest.command", "check that this installation computes correct numbers"
     ),
 }  # fmt: skip
 MOVED = {  # commands that are elsewhere now: what their word is answered with
-    "kernels": "is a tool of developers now: run ./dev kernels in a checkout of apex; "
+    "kernels": "is a developers' tool now: run ./dev kernels in a checkout of apex; "
     "apex bench kernels times them",
 }
 INSTALLED_AS = {"sklearn": "scikit-learn"}  # where pip has another name

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=ENOUGH,
         metavar="N",
-        help="below 8 nothing is decided",
+        help="batches to measure; with fewer than 8 there is no verdict",
     )
     add("--batch", type=at_least(1), default=32, metavar="N", help="samples in a batch")
     add(
@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(FORMATS),
         default=list(FORMATS),
         metavar="FORMAT",
-        help=f"which of {', '.join(FORMATS)} (default: all)",
+        help=f"formats to try: {', '.join(FORMATS)} (default: all)",
     )
-    add("--seed", type=at_least(0), default=0, metavar="N", help="of weights and order of the data")
-    add("--weights", type=Path, metavar="FILE", help="a saved state_dict() that is loaded first")
+    add("--seed", type=at_least(0), default=0, metavar="N", help="seed of weights and data order")
+    add("--weights", type=Path, metavar="FILE", help="load this saved state_dict() first")
     add("--save", type=Path, metavar="FILE", help="write the policy for amp.initialize(policy=...)")
     add("--plot", type=Path, metavar="FILE", help="draw layers by formats; .png, .svg or .pdf")
     add("--data", type=Path, metavar="FOLDER", help="files of the task")

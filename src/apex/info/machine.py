@@ -129,7 +129,7 @@ def _cpu_half_types() -> tuple[HalfType, ...]:
     else:
         flags = {name for name, present in capabilities.items() if present is True}
     if not flags:
-        return _unknown_half_types("this system does not say what its CPU can do")
+        return _unknown_half_types("this system does not report the CPU's instructions")
     found = []
     for dtype, (wanted, without) in CPU_HALF_FLAGS.items():
         present = ", ".join(sorted(flags.intersection(wanted)))

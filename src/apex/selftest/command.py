@@ -48,11 +48,11 @@ from apex.selftest.spread import LIMITS, processes_for, serially, spread
 __all__ = ["HELP", "add_arguments", "every_check", "plan", "run"]
 
 HELP = (
-    "Check this installation on this machine: every kernel and every optimizer beside its "
-    "definition in float64, twice with the same bits, a small training at every level; on a GPU "
-    "also CUDA graphs and steps that never wait. Without a GPU the same checks run on "
-    "the CPU, the kernels in Triton's interpreter. The exit code is 1 if a "
-    "number is wrong or a check raised."
+    "Check this installation on this machine: compare every kernel and every optimizer with its "
+    "definition in float64, and train a small model at every level. On a GPU also check CUDA "
+    "graphs, and that steps never wait for the GPU. Without a GPU the same checks run on the CPU, "
+    "and the kernels in Triton's interpreter. The exit code is 1 if a number is wrong or a check "
+    "raises an error."
 )
 INTERPRET = "TRITON_INTERPRET"
 VARIABLES = ("TRITON_", "CUDA_", "PYTORCH_", "TORCH_", "NVIDIA_", "OMP_", "THP_")  # beginnings
@@ -69,17 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT",
-        help='checks with this in their name or area, e.g. --only "layer norm, bf16"; may be given '
-        "several times",
+        help='run only checks with this in their name or area, e.g. --only "layer norm, bf16"; '
+        "may be given several times",
     )  # fmt: skip
     parser.add_argument(
         "--all", action="store_true",
-        help="every variant of the optimizers' formulas, and float16 beside bfloat16",
+        help="also check every variant of the optimizers' formulas, and float16",
     )  # fmt: skip
     parser.add_argument(
         "--processes", type=at_least(0), metavar="N",
-        help="how many there are at a time (default: one for each core, at most 8); 0: all checks "
-        "in this one, for a debugger",
+        help="processes at a time (default: one for each core, at most 8); 0: run all checks in "
+        "this process, for a debugger",
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             if record.fault:
                 print(f"NOT in {args.json}: it cannot be written ({record.fault}).")
             else:
-                print(f"In {args.json}; it has all that a report of a problem needs.")
+                print(f"Written: {args.json}. Attach it to a problem report.")
     right = (
         record.complete
         and not record.fault

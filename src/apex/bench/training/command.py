@@ -42,8 +42,8 @@ from apex.cli.progress import Bar, progress
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = (
-    "Train a task at each precision level, batch size and seed, then say what each level costs and "
-    "gives on this machine: an answer, comparisons, a table, a page for the browser, JSON and CSV."
+    "Train a task at each precision level, batch size and seed, and report what each level costs "
+    "and gains on this machine: an answer, a table, a page for the browser, JSON and CSV."
 )
 BATCH = 128
 MARGIN = 0.5
@@ -73,25 +73,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"train all with N seeds; below 3 there are no intervals (default: {SEEDS}, and "
         f"{QUICK_SEEDS} with --quick)")
     add("--budget", type=_seconds, metavar="TIME",
-        help="stop slow levels and cut trainings so that all takes so long: 90s, 10m, 2h")
+        help="time limit, such as 90s, 10m or 2h: stops slow levels, shortens trainings")
     add("--margin", type=positive, default=MARGIN, metavar="POINTS",
-        help="points of accuracy that a level may lose, three test samples at least "
+        help="points of accuracy that a level may lose, at least three test samples "
         "(default: %(default)s)")
     add("--target", type=_share, metavar="PERCENT", help="report the time to this accuracy")
     add("--epochs", type=at_least(1), metavar="N",
         help="passes through the data (default: the task's)")
     add("--optimizer", choices=list(OPTIMIZERS), metavar="NAME",
-        help=f"which of {' '.join(OPTIMIZERS)}; lower case is torch's (default: the task's)")
+        help=f"one of {' '.join(OPTIMIZERS)}; lower-case names are torch's (default: the task's)")
     add("--lr", type=positive, help="learning rate (default: the task's)")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--tf32", choices=["on", "off", "both"],
         help="TF32 for float32 products, on a GPU that has it; O0 always runs both (default: off)")
-    add("--quick", action="store_true", help="less data; marked in all output")
+    add("--quick", action="store_true", help="use less data; all output is marked as quick")
     add("--data", type=Path, metavar="FOLDER", help="files of the task")
     add_device(parser)
     add("--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
-        help="folder of all files; a run that was stopped goes on there (default: %(default)s)")
-    add("--fresh", action="store_true", help="train all again, even if --out has it already")
+        help="folder for all files; a stopped run continues there (default: %(default)s)")
+    add("--fresh", action="store_true", help="train all levels again, even if --out has results")
 # fmt: on
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = """Run a training script as it is. At the first step whose gradients are not finite, say
 which operation made the first inf or NaN, and why, on stderr and in apex-debug/. The script's own
 output, files and exit code stay those of a run without this command. Where nothing is wrong, no
-file is written. Watched are the modules that are called and hold parameters of an optimizer."""
+file is written. It watches the modules that are called and hold parameters of an optimizer."""
 
 at_exit = atexit.register  # under this name for tests, whose process does not end
 
@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip",
         action="store_true",
-        help="skip updates that would write an inf or NaN, so that the run goes on with finite "
-        "weights; its output is then another one",
+        help="skip updates that would write an inf or NaN. The run continues with finite weights, "
+        "so its output changes",
     )
     parser.add_argument(
         "--no-lines",
         action="store_true",
-        help="do not note what is computed outside of the model: a step takes less time, and of a "
-        "fault in the loss or in the preparation of a batch no line is named",
+        help="do not trace code outside the model. Steps are faster, but a fault in the loss or "
+        "in the preparation of a batch is reported without its line",
     )
     add_program(parser)
 

@@ -14,7 +14,9 @@ result, and print a program of ten lines that does the same without apex."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="of report.save() or apex debug")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="written by report.save() or apex debug"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 They serve calls with ``memory_efficient``, whose backward starts from the output; and on a CPU what
 is at least 1.25 times as fast as PyTorch's differentiable functions, because a block stays in the
-cache; docs/norms-and-losses.md has the numbers. The formulas: :mod:`apex.kernels.row_norms`.
+cache; docs/performance.md has the numbers. The formulas: :mod:`apex.kernels.row_norms`.
 """
 
 from __future__ import annotations
