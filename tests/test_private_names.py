@@ -15,7 +15,9 @@ from tests.trees import EXTENSION_MODULES, SRC, files, tree
 # -- what is used is listed, and no more -----------------------------------------------------------
 
 PRELOADED = {"bench/training/worker.py: torch._dynamo"}  # imported early, if it is there
-OF_PYTHON = {"_asdict", "_field_defaults", "_fields", "_replace", "_testMethodName"}
+OF_PYTHON = {"_asdict", "_field_defaults", "_fields", "_replace", "_testMethodName"} | {
+    "_threading_atexits"
+}
 OF_OTHERS = {  # attributes of programs and other libraries, keys of saved states, documented ones
     "_amp_lazy_init",
     "_amp_stash",

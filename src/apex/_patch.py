@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -210,7 +209,11 @@ def _agrees(module: Any, new: Any) -> bool:
     weights, is_mlp = dict(module.named_parameters(recurse=False)), new is _fused_layers.SwiGLUMLP
     if any(weight.dim() != 1 for weight in weights.values()) or not (is_mlp or _has_eps(module)):
         return False
-    draw = partial(torch.rand, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    random = torch.Generator("cpu").manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.rand(size, generator=random, device="cpu", dtype=torch.float32)
+
     size = next((weight.numel() for weight in weights.values()), 8)
     again = nn.Module()
     vars(again).update({key: one for key, one in vars(module).items() if key not in vars(again)})
@@ -219,10 +222,10 @@ def _agrees(module: Any, new: Any) -> bool:
         setattr(again, name, small if is_mlp and name in _PARTS else part)
     for dtype in (torch.float32, torch.bfloat16):
         for name in weights:
-            setattr(again, name, nn.Parameter((draw(size, dtype=torch.float32) + 0.5).to(dtype)))
+            setattr(again, name, nn.Parameter((draw(size) + 0.5).to(dtype)))
         for part in [getattr(again, name) for name in _PARTS if is_mlp]:
             part.to(dtype)
-        x = (draw(4, size, dtype=torch.float32) * 4 - 2).to(dtype)
+        x = (draw(4, size) * 4 - 2).to(dtype)
         try:
             old, now = (kind.forward(again, x) for kind in (type(module), new))
         except Exception:  # noqa: BLE001  # another signature: not ours

@@ -23,6 +23,7 @@ def with_float32_gradients(params):
     return params
 
 
+@pytest.mark.filterwarnings("ignore:.*bfloat16 weights were lost")
 @HALVES
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", MODES)

@@ -179,7 +179,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checks.choice(self._name, "storage", storage, STORAGES)
         _checks.choice(self._name, "state", state, eight_bit.STATES)
         self.storage, self._state_form = str(storage), state
-        self._lost = LostWatch() if storage is PLAIN_BY_DEFAULT else None
+        is_chosen = storage is not PLAIN_BY_DEFAULT or torch.bfloat16 in self._mastered
+        self._lost = None if is_chosen else LostWatch()
         super().__init__(params, defaults)
 
     @property

@@ -139,6 +139,7 @@ class FusedMuon(FusedOptimizer):
     adam_lr: float | torch.Tensor | None = None
     adam_weight_decay: float | torch.Tensor | None = None
     adam_eps = 1e-8
+    split = 1
     _waiting: list[_Waiting]
     _not_in_torch = ("algorithm", "betas", "flatten", "split")
 
@@ -262,7 +263,7 @@ class FusedMuon(FusedOptimizer):
                 return [{**group, "params": listed}]  # torch's own error
             flatten = bool(group.get("flatten", self.defaults["flatten"]))
             algorithm = group.get("algorithm") or self._chosen(name, param, flatten)
-            split = group.get("split", self.defaults["split"])
+            split = group.get("split", self.defaults.get("split", 1))
             if algorithm == "muon" and not _has_matrices(param, flatten):
                 raise ValueError(
                     f"FusedMuon: a parameter{f' ({name})' if name else ''} of shape "
@@ -319,6 +320,7 @@ class FusedMuon(FusedOptimizer):
         super()._check_numbers(group)
         group = {**self.defaults, **group} if hasattr(self, "defaults") else group
         coefficients, steps = group["ns_coefficients"], group["ns_steps"]
+        split = group.setdefault("split", 1)  # a state of 1.0 has none
         is_listed = isinstance(coefficients, tuple | list) and len(coefficients) == 3
         is_named = isinstance(coefficients, str) and coefficients in NAMED
         for key, is_right, allowed in (
@@ -327,7 +329,7 @@ class FusedMuon(FusedOptimizer):
             ("ns_coefficients", is_named or (
                 is_listed and {*map(type, coefficients)} <= {int, float}
             ), f"three numbers, {', '.join(map(repr, NAMED))}"),
-            ("split", type(group["split"]) is int and group["split"] > 0, "whole numbers from 1"),
+            ("split", type(split) is int and split > 0, "whole numbers from 1"),
             ("ns_steps", isinstance(steps, int) and 0 <= steps < 100, "whole numbers from 0 to 99"),
             ("adjust_lr_fn", group["adjust_lr_fn"] in ADJUSTMENTS,
              "None, 'original' and 'match_rms_adamw'"),

@@ -119,6 +119,10 @@ def test_fused_step_gives_the_same_run(level, how, each, bad, name, path):
         assert_close_to_largest(left, right, CLIPPED)  # squares of norms added in another order
 
 
+def sgd(params):
+    return FusedSGD(params, lr=1e-2, momentum=0.9)
+
+
 def sgd_on_scaled(params):
     return FusedSGD(params, lr=1e-2, momentum=0.9, materialize_master_grads=False)
 
@@ -127,7 +131,7 @@ def sgd_on_scaled(params):
 def test_sgd_asks_for_scaled_gradients_by_its_own_argument(bad):
     """Two losses whose scales come to differ: each gradient is divided by the scale it had."""
     results = []
-    for make in (MAKERS["FusedSGD"], sgd_on_scaled):
+    for make in (sgd, sgd_on_scaled):
         amp.reset()
         model, optimizer = start("O2", make, num_losses=2)
         kept = 0
@@ -251,11 +255,11 @@ def lagging(runs_behind, monkeypatch):
     monkeypatch.setattr(Delayed, "arrived", False)
 
 
-def fused_adamw(params, lr, eps):
-    return torch.optim.AdamW(params, lr, eps=eps, weight_decay=0.0, fused=True)
+def fused_adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-2, weight_decay=0.0, fused=True)
 
 
-@pytest.mark.parametrize("make", [FusedAdam, fused_adamw], ids=["ours", "torch's"])
+@pytest.mark.parametrize("make", [MAKERS["FusedAdam"], fused_adamw], ids=["ours", "torch's"])
 @pytest.mark.parametrize(("level", "each"), [("O1", 2), ("O2", 1)])
 def test_a_device_that_decides_gives_the_same_run(level, each, make, lagging, monkeypatch):
     with mock.patch.object(overflow.Overflow, "read", side_effect=AssertionError("it waited")):
