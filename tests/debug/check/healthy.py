@@ -169,6 +169,19 @@ for step in range(6):
 torch.save(opt.state_dict(), io.BytesIO())
 """,
     "scale_that_falls": scaled().replace("256.0", "2.0**24"),
+    "schedule_that_writes_momentums": """
+net = nn.Linear(8, 1)
+opt = torch.optim.AdamW(net.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=20)
+for step in range(12):
+    x = torch.randn(16, 8)
+    F.mse_loss(net(x), x[:, :1]).backward()
+    opt.step()
+    schedule.step()
+    opt.zero_grad()
+    if step == 6:
+        torch.save([opt.state_dict(), {"schedule": schedule.state_dict()}], io.BytesIO())
+""",
     "tensors_without_numbers": """
 with torch.device("meta"):
     net = nn.Sequential(nn.Linear(8, 4).half(), nn.BatchNorm1d(4).bfloat16())

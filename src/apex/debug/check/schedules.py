@@ -174,6 +174,8 @@ def _counts(schedule: Any, calls: int) -> bool:
     if not type(schedule).__module__.startswith("torch."):
         return True
     on, again = copy.copy(schedule), copy.copy(schedule)
+    groups = schedule.optimizer.param_groups
+    kept = [dict(group) for group in groups]  # get_lr of OneCycleLR writes momentums
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -183,6 +185,9 @@ def _counts(schedule: Any, calls: int) -> bool:
                     return True
         except Exception:  # noqa: BLE001  # of a schedule that has an end, or no such method
             return True
+        finally:
+            for group, numbers in zip(groups, kept, strict=True):
+                group.update(numbers)
     return False
 
 
