@@ -68,7 +68,8 @@ def operations():
 
 
 def many_gradients():
-    """A backward under vmap, and a forward-mode derivative."""
+    """Backward passes under vmap, and a forward-mode derivative."""
+    from apex.contrib.xentropy import linear_log_probs
     from apex.ops.layers.scaled_softmax import scaled_softmax
 
     x = _normal(8, 8, 48, 48).requires_grad_()
@@ -76,6 +77,10 @@ def many_gradients():
     dy = torch.stack([torch.ones_like(y), y.detach()])
     found = torch.autograd.grad(y, x, dy, is_grads_batched=True, retain_graph=True)
     found += torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(dy)
+    hidden, weight = _normal(4, 8).requires_grad_(), _normal(5, 8)
+    entropy = linear_log_probs(hidden, weight, torch.arange(4)).entropy
+    one = torch.func.vmap(lambda v: torch.autograd.grad(entropy, hidden, v, retain_graph=True))
+    found += one(torch.eye(4))
     with torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's decompositions are scripts
         dual = torch.autograd.forward_ad.make_dual(x.detach(), y.detach())

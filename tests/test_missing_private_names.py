@@ -42,7 +42,7 @@ FEATURES = {  # of tests/private_features.py -> names in apex._compat.private th
     "levels": "current_graph_task_id DispatchKey DispatchKeySet ExcludeDispatchKeyGuard BatchNorm "
     "dispatch_has_kernel_for_dispatch_key storage_Use_Count use_count set_code_exec_strategy "
     "FrameExecStrategy FrameAction",
-    "fused_levels": "global_optimizer_pre_hooks",
+    "fused_levels": "global_optimizer_pre_hooks global_optimizer_post_hooks",
     "saved_on_the_cpu": "top_saved_tensors_default_hooks",
     "recurrent": "is_mkldnn_bf16_supported is_mkldnn_fp16_supported",
     "logged_casts": "pop_mode push_mode",

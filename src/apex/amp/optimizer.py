@@ -205,7 +205,8 @@ class OptimizerState:
                 self._skip(report, passes, is_fused=scaled is not None)
                 return None
         given = self._given(scaled, noop) if self._takes_flag else {}
-        is_closed = self._is_closed and sum(map(len, self._hooks)) == self._own_hooks
+        known = self._own_hooks + captures.hooks
+        is_closed = self._is_closed and sum(map(len, self._hooks)) == known
         is_written, inside = False, None if is_closed else self._watch_inside()
         self._is_stepping = True
         try:
@@ -338,7 +339,8 @@ class OptimizerState:
         return result
 
     def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_closed = self._is_closed and sum(map(len, self._hooks)) == self._own_hooks
+        known = self._own_hooks + captures.hooks
+        is_closed = self._is_closed and sum(map(len, self._hooks)) == known
         off, inside = casts.off(), None if is_closed else self._watch_inside()
 
         def evaluate() -> Any:

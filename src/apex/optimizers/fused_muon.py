@@ -320,7 +320,7 @@ class FusedMuon(FusedOptimizer):
         super()._check_numbers(group)
         group = {**self.defaults, **group} if hasattr(self, "defaults") else group
         coefficients, steps = group["ns_coefficients"], group["ns_steps"]
-        split = group.setdefault("split", 1)  # a state of 1.0 has none
+        split = group.get("split", 1)  # a state of 1.0 has none
         is_listed = isinstance(coefficients, tuple | list) and len(coefficients) == 3
         is_named = isinstance(coefficients, str) and coefficients in NAMED
         for key, is_right, allowed in (

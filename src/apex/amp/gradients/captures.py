@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _BEGIN_WITH_ZEROS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+hooks = 0  # of all steps, by which amp.capture counts: they are no code of the program
 _SEE = "(docs/optimizers.md, CUDA graphs)."
 
 

@@ -27,6 +27,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from apex._compat import private
 from apex._program import stacklevel
+from apex.amp.gradients import captures
 from apex.amp.gradients.masters import table
 from apex.amp.graphs import arguments as kinds
 from apex.amp.graphs import device as devices
@@ -325,9 +326,11 @@ def _stepped() -> Iterator[list[Any]]:
 
     before = {id(one): one._amp_stash.ledger.steps for one in list(managed)}
     hook = torch_optimizer.register_optimizer_step_post_hook(note)
+    captures.hooks += 1
     try:
         yield found
     finally:
+        captures.hooks -= 1
         hook.remove()
     ledgers = [(one, one._amp_stash.ledger) for one in list(managed)]
     found += [o for o, x in ledgers if x.steps != before.get(id(o), 0) and x.stepped_in == thread]
