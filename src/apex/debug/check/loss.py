@@ -14,7 +14,7 @@ from apex.debug.check.finding import Place
 from apex.debug.check.values import CASTS, MOVES, FunctionCall
 
 _MOST = 16  # outputs of networks that are kept until backward
-_LEAST = 0.01  # twins in float32 have 0.001 to 0.002: their gradient is rounded to bfloat16 once
+_LEAST = 0.01  # losses in float32 have 0.001 to 0.002: one rounding to bfloat16
 
 
 @dataclass
