@@ -1,9 +1,10 @@
 """Names by which a captured function reaches the tensors that it reads: rebinding one is noticed.
 
 A graph reads memory. If a program rebinds a name (``mask = masks[i]``) while something else still
-holds the old tensor, replays would go on with the old one, in silence. So the names in the code of the function, and of functions of Python that it calls by name, are looked up as
-Python would: globals, variables around it, ``self``, and one step further the attributes, or keys,
-of what is found there. What is reached otherwise (an element of a list) is not.
+holds the old tensor, replays would go on with the old one, in silence. So the names in the code of
+the function, and of functions of Python that it calls by name, are looked up as Python would:
+globals, variables around it, ``self``, and one step further the attributes, or keys, of what is
+found there. What is reached otherwise (an element of a list) is not.
 """
 
 from __future__ import annotations
