@@ -41,7 +41,7 @@ class Scaled(CheckRule):
         if scale == 1.0:
             return
         if bare and all(p.scale is None for mark in live for p in mark.passes):
-            sentence = "divides gradients by the loss scale, which this backward() has not: "
+            sentence = "divides gradients by the loss scale; this backward() did not multiply: "
             sentence += str(next(iter(bare.values())).place)
             text = f"gradients are {scale:g} times too small"
             self.facts.tell("step-without-scale", text, size=scale, sentence=sentence)
