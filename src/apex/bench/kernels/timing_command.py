@@ -46,8 +46,8 @@ __all__ = ["COLUMNS", "HELP", "OPS", "Timings", "add_arguments", "content", "run
 
 FORMAT = "apex bench kernels 4"
 HELP = (
-    "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
-    "the same of torch and Liger-Kernel, on the same tensors, taking turns."
+    "Time each optimizer step, operation on lists of tensors, norm and loss of apex, torch and "
+    "Liger-Kernel in turn, on the same tensors."
 )
 OPS: tuple[TimedCase, ...] = (*OF_LISTS, *OF_LAYERS)
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
