@@ -14,6 +14,7 @@ import io
 import os
 import statistics
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ NAMES = [name for name in catalogue.BY_NAME if name != "FusedMuon"]
 
 
 def made(
-    name: str, options: dict[str, str], shapes: list[tuple[int, int]], dtype: torch.dtype
+    name: str, options: dict[str, Any], shapes: list[tuple[int, int]], dtype: torch.dtype
 ) -> torch.optim.Optimizer:
     """An optimizer that has taken a step."""
     torch.manual_seed(0)

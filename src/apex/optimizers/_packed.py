@@ -34,11 +34,12 @@ _LOW, _BETWEEN = 0xFFFF, 0x1FFF0000  # bits of a float64 that hold a float32
 def packed(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict whose low bits are within slots; states that have some are copied."""
     for number, state in saved["state"].items():
-        low = state.get("low_bits") if isinstance(state, Mapping) else None
-        key = None if low is None else _holder(optimizer, state)
+        if not isinstance(state, Mapping) or "low_bits" not in state:
+            continue
+        key = _holder(optimizer, state)
         if key is not None:
             rest = {name: x for name, x in state.items() if name != "low_bits"}
-            saved["state"][number] = rest | {key: _with_bits(state[key], low)}
+            saved["state"][number] = rest | {key: _with_bits(state[key], state["low_bits"])}
     return saved
 
 

@@ -314,11 +314,13 @@ def _states(
     has_more = optimizer._mastered or optimizer.storage != "plain"
     more = extra_key(optimizer) if has_more else None
     states = states_of(optimizer.state, params)
+    if states is None:
+        return None
     wanting = states
-    if states is not None and optimizer.storage == AUTO:
+    if optimizer.storage == AUTO:
         pairs = zip(params, states, strict=True)
         wanting = [state for param, state in pairs if param.dtype == torch.bfloat16]
-    if states is None or (more and not all(map(methodcaller("__contains__", more), wanting))):
+    if more and not all(map(methodcaller("__contains__", more), wanting)):
         return None  # a generator would open a frame a tensor
     try:
         return states, _slot_columns(optimizer, states, kept)
