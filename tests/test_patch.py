@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import apex
-from apex import _fused_layers, amp
+from apex import amp
 from apex.ops import _runtime
+from apex.patching import _layers as layers
 from tests.tolerance import PATCHED, PATCHED_LOSS, PATCHED_NORM, rms
 
 transformers = pytest.importorskip("transformers")
@@ -181,8 +182,8 @@ def test_a_copy_and_a_pickle_are_patched():
     wanted = results(model)
     report.undo()
     for other in others:
-        assert type(other.model.norm) is _fused_layers.RMSNorm
-        assert other.loss_function is _fused_layers.causal_lm_loss
+        assert type(other.model.norm) is layers.RMSNorm
+        assert other.loss_function is layers.causal_lm_loss
         found = results(other)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -247,7 +248,7 @@ def test_loss_is_transformers(dtype):
     ways.append({"num_items_in_batch": torch.tensor(7, device="cpu", dtype=torch.int64)})
     for way in ways:
         pair = []
-        for function in (_fused_layers.causal_lm_loss, ForCausalLMLoss):
+        for function in (layers.causal_lm_loss, ForCausalLMLoss):
             leaf = logits.clone().requires_grad_()
             given = labels.masked_fill(labels == -100, 3) if "ignore_index" in way else labels
             loss = function(leaf, given, vocab_size=11, **way)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from apex._wrapped_optimizer import WrappedOptimizer
+from apex.amp._wrapped_optimizer import WrappedOptimizer
 from apex.amp.optimizer import state_of
 from apex.amp.scaler import LossScaler
 from apex.amp.scaling import scale_loss

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from apex import _precision_policy as policies
 from apex.amp import _speech
+from apex.amp.casting import precision_file as policies
 from apex.amp.casting import state as casting
 from apex.amp.casting.containers import Walker, converted
 from apex.amp.casting.dispatcher import skip_frames

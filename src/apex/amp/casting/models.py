@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex._precision_policy import named_modules
 from apex.amp.casting import kept as policies
 from apex.amp.casting import state as casting
 from apex.amp.casting.containers import Walker, converted
 from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.casting.precision_file import named_modules
 from apex.amp.casting.state import Casts
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.masters import table

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients import distributed
 from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
