@@ -22,10 +22,8 @@ NVIDIA = "NVIDIA's Apex"
 PYRAMID = "the unrelated Pyramid package of the public index"
 UNKNOWN = "an unknown package"
 
-COMMANDS = (
-    "_apex_command:main",
-    "apex.cli.command_line:main",
-)  # pyproject.toml, now and before
+# The entry in pyproject.toml, and the one before it moved.
+COMMANDS = ("_apex_command:main", "apex.cli.command_line:main")
 FILES = {OURS: "_upstream", NVIDIA: "multi_tensor_apply", PYRAMID: "views.py"}  # of one alone
 
 INSTALL = "install this project (`pip install .` in its folder, or its wheel)"
