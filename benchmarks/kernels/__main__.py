@@ -1,9 +1,8 @@
 """``python -m benchmarks.kernels``; the options are those of `command`."""
 
-import argparse
 from collections.abc import Sequence
 
-from apex.commands.command_line import UsageError
+from apex.commands.command_line import Parser, UsageError
 from benchmarks.kernels import command
 
 __all__: list[str] = []
@@ -11,7 +10,7 @@ __all__: list[str] = []
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv``; what cannot be done is one line, and the exit code 2."""
-    parser = argparse.ArgumentParser(prog=command.NAME, description=command.HELP)
+    parser = Parser(prog=command.NAME, description=command.HELP)
     command.add_arguments(parser)
     try:
         return command.run(parser.parse_args(argv))

@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn
 import apex
 from apex.commands import streams
 
-__all__ = ["UsageError", "main", "raised", "suggestion"]
+__all__ = ["Parser", "UsageError", "main", "raised", "suggestion"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -88,7 +88,7 @@ MOVED = {  # commands that are elsewhere now: what their word is answered with
 INSTALLED_AS = {"sklearn": "scikit-learn"}  # where pip has another name
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, except that an error is exactly one line, with a long list of choices cut short."""
 
     def error(self, message: str) -> NoReturn:
@@ -139,7 +139,7 @@ def _run(arguments: list[str]) -> int:
     try:
         args, unknown = _parser(chosen).parse_known_args(arguments)
         if unknown:  # argparse itself would name the whole program, not the command
-            _Parser(prog=f"apex {chosen}").error(f"unrecognized arguments: {' '.join(unknown)}")
+            Parser(prog=f"apex {chosen}").error(f"unrecognized arguments: {' '.join(unknown)}")
         if missing:
             raise UsageError(missing)
         code: int = args.module.run(args)
@@ -154,9 +154,9 @@ def _run(arguments: list[str]) -> int:
     return code
 
 
-def _parser(chosen: str) -> _Parser:
+def _parser(chosen: str) -> Parser:
     """Build the parser; only the chosen command's own options are in it."""
-    parser = _Parser(prog="apex", description="Mixed-precision training for PyTorch.")
+    parser = Parser(prog="apex", description="Mixed-precision training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"apex {apex.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
