@@ -11,7 +11,7 @@ import apex
 from apex import amp
 from apex.ops import _runtime
 from apex.patching import _layers as layers
-from tests.tolerance import PATCHED, PATCHED_LOSS, PATCHED_NORM, rms
+from tests.tolerance import PATCHED, PATCHED_FEW, PATCHED_LOSS, PATCHED_NORM, rms
 
 transformers = pytest.importorskip("transformers")
 
@@ -281,12 +281,13 @@ def test_errors_with_kernels_are_the_originals(kind, dtype):
     for name, pools in errors.items():
         error, original, size = (rms(torch.cat(pool)) for pool in pools)
         # A rounding of float32; of few numbers, as the losses are, a unit in the last place.
-        original = max(original, size * 2.0 ** (-24 if len(pools[2][0]) > 100 else -23))
+        bits, bound = (24, PATCHED) if len(pools[2][0]) > 100 else (23, PATCHED_FEW)
+        original = max(original, size * 2.0**-bits)
         if original < 0.01 * size:  # else the dtype does not decide it
-            ratios[name] = error / original
+            ratios[name] = error / original / bound
     assert len(ratios) > 0.9 * len(errors)
     worst = max(ratios, key=ratios.get)
-    assert ratios[worst] <= PATCHED, (worst, ratios[worst])
+    assert ratios[worst] <= 1, (worst, ratios[worst])
 
 
 # -- what programs do with models ------------------------------------------------------------------

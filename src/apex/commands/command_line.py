@@ -92,6 +92,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, except that an error is exactly one line, with a long list of choices cut short."""
 
     def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line, and end with the exit code 2."""
         found = re.search(r"argument (.+?): invalid choice: '(.+?)' \(choose from (.+)\)", message)
         if found:
             known = found[3].replace("'", "").split(", ")
