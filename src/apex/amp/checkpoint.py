@@ -93,10 +93,7 @@ def _meant(called: str) -> list[Training]:
 
 def _states(training: Training) -> list[dict[str, Any]]:
     """The entries of the scalers of ``training``."""
-    return [
-        {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-        for scaler in training.loss_scalers
-    ]
+    return [scaler.entry() for scaler in training.loss_scalers]
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
@@ -205,10 +202,8 @@ def _refuse_other_policy(saved: Any, now: Any) -> None:
 def _load(entries: Mapping[str, tuple[float, int]], scalers: list[LossScaler]) -> None:
     for key, (scale, unskipped) in entries.items():
         number = int(str(key).removeprefix("loss_scaler"))
-        scaler = scalers[number] if number < len(scalers) else None
-        if scaler is not None and scaler.dynamic:
-            scaler._loss_scale = scaler._bounded(scale)
-            scaler._unskipped = unskipped
+        if number < len(scalers):
+            scalers[number].load(scale, unskipped)
 
 
 def _checked(key: str, entry: Any) -> tuple[float, int]:

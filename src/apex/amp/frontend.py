@@ -26,7 +26,7 @@ from apex.amp.gradients import collectives
 from apex.amp.gradients.masters import Values, table
 from apex.amp.gradients.step_checks import share_memory
 from apex.amp.newest import _amp_state
-from apex.amp.optimizer import OptimizerState, state_of
+from apex.amp.optimizer import OptimizerState, managed_states, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler, check
 from apex.amp.training import Training, alive, disabled, managed
@@ -383,7 +383,7 @@ def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
 def _optimizers_with(weights: Iterable[torch.Tensor]) -> list[Any]:
     """The managed optimizers that step one of ``weights``."""
     ids = set(map(id, weights))
-    return [one for one in list(managed) if not one._amp_stash.params.ids.isdisjoint(ids)]
+    return [one for one, state in managed_states() if not state.params.ids.isdisjoint(ids)]
 
 
 def _halves_of(optimizer: Any) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ class OptimizerState:
         casts_model = training.properties.cast_model_type in HALF_TYPES
         check = ModelCheck(optimizer, params, training, had_views=had_views)
         self._model_check = check if casts_model else None
-        self._is_stepping = self._inner_is_skipped = False
+        self.is_stepping = self._inner_is_skipped = False
         self.observer: Any = None  # a watch of apex.debug
         params.compare_groups(full)
         training.add_ledger(self.ledger)
@@ -208,7 +208,7 @@ class OptimizerState:
         known = self._own_hooks + captures.hooks
         is_closed = self._is_closed and sum(map(len, self._hooks)) == known
         is_written, inside = False, None if is_closed else self._watch_inside()
-        self._is_stepping = True
+        self.is_stepping = True
         try:
             with casts.off():
                 if given or inside or self._step_check is not None or self._model_check is not None:
@@ -217,7 +217,7 @@ class OptimizerState:
                     result = self._inner_step(*args, **kwargs)
             is_written = "_scaled_step" in given and bool(given["_scaled_step"].copies)
         finally:  # an error in the step or in a hook ends it too
-            self._is_stepping = False
+            self.is_stepping = False
             casts.forget_weights()
             if scaled is not None and ledger.fused is not None:
                 ledger.fused.free()
@@ -353,20 +353,20 @@ class OptimizerState:
 
         self.ledger.collect()
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        self._is_stepping = True
+        self.is_stepping = True
         try:
             with off:
                 result = self._step_given({}, (evaluate, *args[1:]), rest, inside)
             self.overflow.read([])  # taken
         finally:
-            self._is_stepping = False
+            self.is_stepping = False
             casts.forget_weights()
             self.ledger.after_step(is_taken=True, inside=inside)
         return result
 
     def before_inner_step(self, inner: Any, *, has_closure: bool) -> None:
         """Have a step of the optimizer inside of a wrapper skipped or refused, as the wrapper's."""
-        if self._is_stepping:
+        if self.is_stepping:
             return
         self._refuse_step(has_closure=has_closure)
         self._refuse_part()
@@ -392,7 +392,7 @@ class OptimizerState:
 
     def after_inner_step(self) -> None:
         """Write the masters to the model after a step of the optimizer inside of a wrapper."""
-        if not self._is_stepping and not self._inner_is_skipped:
+        if not self.is_stepping and not self._inner_is_skipped:
             casts.forget_weights()
             self.ledger.after_step(is_taken=True)
 
@@ -463,6 +463,12 @@ def state_of(optimizer: Any) -> OptimizerState | None:
     """Return amp's record of ``optimizer``, or ``None`` if it was never initialised."""
     state = getattr(optimizer, "_amp_stash", None)
     return state if isinstance(state, OptimizerState) else None
+
+
+def managed_states() -> list[tuple[Any, OptimizerState]]:
+    """Return the optimizers of the process that amp manages, each with amp's record of it."""
+    states = [(optimizer, state_of(optimizer)) for optimizer in list(managed)]
+    return [(optimizer, state) for optimizer, state in states if state is not None]
 
 
 class Replaced:

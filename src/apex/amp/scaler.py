@@ -58,6 +58,10 @@ class LossScaler:
 
     Raises:
         ValueError: A factor, the window or a bound is out of range.
+
+    Attributes:
+        numbers: Scale, clean steps and steps: float32, 3 elements, written in place.
+        static: The scale of a static one; ``None`` while the scale is dynamic.
     """
 
     # Read by old programs. Nothing here is a fallback, so nothing is warned about.
@@ -101,20 +105,20 @@ class LossScaler:
         self._unchecked: torch.Tensor | None = None  # seen by delay_overflow_check passes
         start = self._bounded(init_scale) if dynamic else float(loss_scale)
         with torch.inference_mode(False):  # else passes outside of it could not write it
-            self._state = torch.tensor([start, 0.0, 0.0], dtype=torch.float32, device="cpu")
-        self._static = None if dynamic else start
+            self.numbers = torch.tensor([start, 0.0, 0.0], dtype=torch.float32, device="cpu")
+        self.static = None if dynamic else start
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale changes; may be switched in mid-training."""
-        return self._static is None
+        return self.static is None
 
     @dynamic.setter
     def dynamic(self, value: bool) -> None:
         if value == self.dynamic:
             return
         scale = self._loss_scale
-        self._static = None if value else scale
+        self.static = None if value else scale
         self._write(SCALE, scale)
 
     def _bounded(self, scale: float) -> float:
@@ -131,12 +135,12 @@ class LossScaler:
     # Plain attributes in Apex: any number may be written and takes effect at once.
     @property
     def _loss_scale(self) -> float:
-        return self._static if self._static is not None else self._read()[SCALE]
+        return self.static if self.static is not None else self._read()[SCALE]
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        if self._static is not None:
-            self._static = float(value)
+        if self.static is not None:
+            self.static = float(value)
         self._write(SCALE, value)
 
     @property
@@ -150,14 +154,14 @@ class LossScaler:
     @property
     def _waits_for_nothing(self) -> bool:
         """Whether reading the state is free; then the host handles the usual case."""
-        return self._state.device.type == "cpu"
+        return self.numbers.device.type == "cpu"
 
     def _read(self) -> list[float]:
-        values: list[float] = self._state.tolist()
+        values: list[float] = self.numbers.tolist()
         return values
 
     def _write(self, index: int, value: float) -> None:
-        self._state[index] = float(value)
+        self.numbers[index] = float(value)
 
     def loss_scale(self) -> float:
         """The scale as a Python float; waits for the device when the scale is dynamic."""
@@ -169,11 +173,11 @@ class LossScaler:
         Raises:
             RuntimeError: A CUDA graph is being captured, and the numbers are still on the CPU.
         """
-        if self._static is not None:
-            return self._static
-        if self._state.device != device and self._state.device.type == "cpu":
+        if self.static is not None:
+            return self.static
+        if self.numbers.device != device and self.numbers.device.type == "cpu":
             self._move_to(device)
-        return self._state[SCALE].to(device, non_blocking=device.type != "cpu", copy=True)
+        return self.numbers[SCALE].to(device, non_blocking=device.type != "cpu", copy=True)
 
     def _move_to(self, device: torch.device) -> None:
         """Move the numbers to the first GPU, where they stay: graphs may use them there."""
@@ -184,13 +188,26 @@ class LossScaler:
                 "training steps before capturing (docs/optimizers.md, CUDA graphs)."
             )
         with torch.inference_mode(False):
-            self._state = self._state.to(device, non_blocking=True)
+            self.numbers = self.numbers.to(device, non_blocking=True)
+
+    def entry(self) -> dict[str, float | int]:
+        """What ``amp.state_dict`` saves of it."""
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
+
+    def load(self, loss_scale: float, unskipped: int) -> None:
+        """Go on from what was saved, within the bounds; a static scale stays."""
+        if self.dynamic:
+            self._loss_scale, self._unskipped = self._bounded(loss_scale), unskipped
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = {"_state": "numbers", "_static": "static"}  # their names in pickles of 1.0.0
+        vars(self).update({known.get(name, name): value for name, value in state.items()})
 
     def take(self, numbers: torch.Tensor) -> None:
         """Take the numbers of another rank: float32, 3 elements."""
-        self._state.copy_(numbers)
-        if self._static is not None:
-            self._static = float(numbers[SCALE])
+        self.numbers.copy_(numbers)
+        if self.static is not None:
+            self.static = float(numbers[SCALE])
 
     def finish_pass(
         self, found: torch.Tensor, *, check: bool = True, before: torch.Tensor | None = None
@@ -211,16 +228,16 @@ class LossScaler:
             found, self._unchecked = torch.maximum(found, self._unchecked), None
         if self._waits_for_nothing and not found.item():
             return  # the usual case: nothing changes
-        scale, clean, steps = self._state.unbind()
+        scale, clean, steps = self.numbers.unbind()
         lower = (scale * self._backoff_factor).clamp_min(self._floor)
         backed_off = torch.stack((lower, torch.zeros_like(clean), steps))
-        found = found.to(self._state.device, non_blocking=True)
-        self._state.copy_(torch.where(found != 0, backed_off, self._state))
+        found = found.to(self.numbers.device, non_blocking=True)
+        self.numbers.copy_(torch.where(found != 0, backed_off, self.numbers))
 
     @property
     def steps(self) -> torch.Tensor:
         """How many steps were counted: 0-dim; later steps do not change the tensor."""
-        return self._state[STEPS].clone()
+        return self.numbers[STEPS].clone()
 
     def count_step(
         self, taken: torch.Tensor | None = None, *, since: torch.Tensor | None = None
@@ -230,16 +247,16 @@ class LossScaler:
         ``taken`` says whether it was, where only the device knows: 0-dim, bool. ``since`` is
         :attr:`steps` at the pass that the step is for.
         """
-        if self._static is not None:
+        if self.static is not None:
             return
         if self._waits_for_nothing and taken is None:
             values = self._read()
             if since is not None and float(since) != values[STEPS]:
                 return
             if values[CLEAN] + 1 < self._scale_seq_len:
-                self._state[CLEAN:] += 1
+                self.numbers[CLEAN:] += 1
                 return
-        scale, clean, steps = self._state.unbind()
+        scale, clean, steps = self.numbers.unbind()
         counts = torch.ones_like(steps) if taken is None else taken.to(steps)
         if since is not None:
             counts = counts * (since.to(steps.device, non_blocking=True) == steps)
@@ -247,7 +264,7 @@ class LossScaler:
         full = (clean >= self._scale_seq_len) & (counts > 0)
         grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
         state = torch.where(full, grown, scale), torch.where(full, 0.0, clean), steps + counts
-        self._state.copy_(torch.stack(state))
+        self.numbers.copy_(torch.stack(state))
 
     # -- what only old programs call -----------------------------------------------------------
 
@@ -257,17 +274,17 @@ class LossScaler:
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        self._found = self._state.new_tensor(float(value))
+        self._found = self.numbers.new_tensor(float(value))
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
         """The flag as a one-element int tensor."""
-        found = self._state.new_zeros(()) if self._found is None else self._found
+        found = self.numbers.new_zeros(()) if self._found is None else self._found
         return found.reshape(1).to(torch.int32)
 
     @_overflow_buf.setter
     def _overflow_buf(self, value: torch.Tensor) -> None:
-        self._found = value.detach().reshape(-1)[0].float().to(self._state.device)
+        self._found = value.detach().reshape(-1)[0].float().to(self.numbers.device)
 
     def clear_overflow_state(self) -> None:
         """Forget the evidence of the last pass."""
@@ -291,7 +308,7 @@ class LossScaler:
         scale_override: float | None = None,
     ) -> None:
         """Write ``model_grads / scale`` into ``master_grads``, which may be the same tensors."""
-        if models_are_masters and scale_override is None and self._static == 1.0:
+        if models_are_masters and scale_override is None and self.static == 1.0:
             return
         scale = self._loss_scale if scale_override is None else scale_override
         self.unscale_with_stashed(model_grads, None, master_grads, (scale, 1.0, 1.0))
@@ -317,7 +334,7 @@ class LossScaler:
         for index, (grad, out) in enumerate(zip(model_grads, master_grads, strict=True)):
             wide = grad.to(torch.promote_types(out.dtype, torch.float32))
             if self.dynamic:
-                flag = (~torch.isfinite(wide)).any().float().to(self._state.device)
+                flag = (~torch.isfinite(wide)).any().float().to(self.numbers.device)
                 self._found = flag if self._found is None else torch.maximum(self._found, flag)
             result = wide * (out_scale / scale)
             if stashed_master_grads is not None:

@@ -445,7 +445,7 @@ class Ledger:
         old = self.scaled
         if old is None or old is not new.ledgers[0].scaled or set(old.ledgers) != set(new.ledgers):
             return False
-        static = new.scaler._static
+        static = new.scaler.static
         if old.scaler is not new.scaler and (static is None or static != old.scale):
             return False
         return self.fused is None or self.state is State.DELAYED or self.fused.can_continue()

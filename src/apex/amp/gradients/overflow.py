@@ -88,8 +88,8 @@ class Overflow:
         # have none, and are not. So no value is None (the condition is for the type checker): each
         # flag has its scaler's scale behind it. All go to the host in one transfer, which waits for
         # the device: two for each pass would wait as many times.
-        device = passes[0].scaler._state.device
-        values = [value for one in passes for value in (one.found_inf, one.scaler._state[SCALE])]
+        device = passes[0].scaler.numbers.device
+        values = [value for one in passes for value in (one.found_inf, one.scaler.numbers[SCALE])]
         flags = torch.stack([v.to(device, non_blocking=True) for v in values if v is not None])
         numbers = flags.tolist()
         for index, one in enumerate(passes):
@@ -114,7 +114,7 @@ class Overflow:
         taken = noop == 0
         self.counts.count(taken)
         skipped = self.counts.in_a_row.to(device, torch.float32, non_blocking=True)
-        scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
+        scales = [one.scaler.numbers[SCALE].to(device, non_blocking=True) for one in passes]
         copy = AsyncCopy(torch.stack([skipped, *flags, *scales]))
         if copy.arrives:
             self.sent.append(([one.index for one in passes], is_new, copy))
