@@ -224,7 +224,7 @@ AMP = [
         plant="Reduce the flag to the smallest of the ranks.",
         test="tests/amp/ranks/test_agreement.py::test_a_group_takes_or_skips_each_step_together"
         "[no gradients on the other rank]",
-        file="src/apex/amp/gradients/distributed.py",
+        file="src/apex/amp/gradients/agreement.py",
         old="all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)",
         new="all_reduce(found_inf, torch.distributed.ReduceOp.MIN, group=group)",
     ),

@@ -8,7 +8,7 @@ import torch
 
 from apex.amp.casting.containers import applier
 from apex.amp.frontend import initialize
-from apex.amp.policy import HALF_TYPES, Properties
+from apex.amp.levels import HALF_TYPES, Properties
 
 __all__ = ["O2StateDictHook", "_initialize", "applier", "to_type"]
 

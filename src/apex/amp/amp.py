@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from apex._compat import private
-from apex.amp.casting import cpu_float16, dispatcher, rules, state
+from apex.amp.casting import cpu_float16, dispatcher, rules, switches
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
-from apex.amp.casting.state import Casts, Rule
+from apex.amp.casting.switches import Casts, Rule
 from apex.amp.frontend import (
     Properties,
     initialize,
@@ -62,7 +62,7 @@ def _decorate(function: _F, kind: str) -> _F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = state.current()
+        casts = switches.current()
         if casts is None:
             return function(*args, **kwargs)
         name = getattr(function, "__name__", type(function).__name__)
@@ -225,17 +225,17 @@ def init(
             raise TypeError(f"amp.init: {name} was {flag!r}; it must be True or False.")
     if isinstance(loss_scale, bool):
         raise TypeError(f"amp.init: loss_scale was {loss_scale}; it must be 'dynamic' or a number.")
-    state.refuse_users_block("amp.init", switches_on=bool(enabled))
+    switches.refuse_users_block("amp.init", switches_on=bool(enabled))
     if not enabled:
-        state.disable_for_thread()
+        switches.disable_for_thread()
         _DECORATOR_HANDLE = NoOpHandle()
         return _DECORATOR_HANDLE
     handle = AmpHandle(loss_scale, bool(enable_caching), bool(verbose))
     with lock:
         handle.make_casts(torch.float16, allow_banned=bool(allow_banned))
-        rules.add_registrations(state.alive(), rules.registered())
-    handle.activate(state.device_types()[-1:])
-    cpu_float16.begin(torch.float16, state.device_types()[-1:])
+        rules.add_registrations(switches.alive(), rules.registered())
+    handle.activate(switches.device_types()[-1:])
+    cpu_float16.begin(torch.float16, switches.device_types()[-1:])
     _DECORATOR_HANDLE = handle
     return handle
 
@@ -266,27 +266,27 @@ def autocast(
         )
     casts = _casts_of_block(dtype) if enabled else None
     if casts is None:
-        with state.off():
+        with switches.off():
             yield
         return
     key = object()
-    state.begin_forward(key, casts, state.device_types())
+    switches.begin_forward(key, casts, switches.device_types())
     torch.set_autocast_cache_enabled(cache_enabled is not False)
     try:
         yield
     finally:
-        state.end_forward(key)
+        switches.end_forward(key)
 
 
 def _casts_of_block(dtype: torch.dtype | None) -> Casts | None:
-    casts = state.thread.casts
+    casts = switches.thread.casts
     if casts is None:
         options = getattr(_amp_state, "opt_properties", None)
-        if state.thread.forwards or (options is not None and not options.casts_anything):
+        if switches.thread.forwards or (options is not None and not options.casts_anything):
             return None  # inside a model of another level; or at O0, or disabled
         casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
     if dtype is not None and dtype != casts.dtype:
         casts = Casts(dtype, casts.rules, casts.log)
     dispatcher.install(casts.dtype)
-    cpu_float16.begin(casts.dtype, state.device_types()[-1:])
+    cpu_float16.begin(casts.dtype, switches.device_types()[-1:])
     return casts

@@ -17,17 +17,16 @@ import torch
 
 from apex._compat import private
 from apex.amp import checks, distributed_checkpoint, handle
-from apex.amp.casting import cpu_float16, dispatcher, rules, state
-from apex.amp.casting import kept as policies
+from apex.amp.casting import cpu_float16, dispatcher, kept_modules, rules, switches
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.gradients import collectives
 from apex.amp.gradients.masters import Values, table
 from apex.amp.gradients.step_checks import share_memory
+from apex.amp.levels import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, managed_states, state_of
-from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler, check
 from apex.amp.training import Training, alive, disabled, managed
 
@@ -218,13 +217,13 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             "such as torch.float32, or None."
         )
     checks.refuse_inference_mode()
-    state.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
+    switches.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
     optimizer_list = checks.optimizer_list(optimizers)
     if fused_step:
         checks.refuse_unfused(optimizer_list)
     model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
     checks.refuse_copies(model_list, optimizer_list)
-    kept = policies.read(policy, model_list, properties, verbose=verbosity > 0)
+    kept = kept_modules.read(policy, model_list, properties, verbose=verbosity > 0)
     with lock:  # models of other threads are listed
         modules.refuse_shared(model_list, kept)
     checks.check_dtypes(model_list, properties)
@@ -251,15 +250,15 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         casts_functions=properties.casts_functions,
         fused_step=fused_step,
         process_group=process_group,
-        policy=policies.saved(kept),
+        policy=kept_modules.saved(kept),
     )
     params = [param for model in model_list for param in model.parameters()]
     newest = _build(training, model_list, kept, params, optimizer_list, cast_model_outputs)
-    known, devices = state.device_types(), {param.device.type for param in params}
+    known, devices = switches.device_types(), {param.device.type for param in params}
     if properties.casts_anything:
         cpu_float16.begin(properties.half_dtype, devices or known)
     if newest is None:
-        state.disable_for_thread()
+        switches.disable_for_thread()
     else:
         newest.activate(tuple(device for device in known if device in devices) or known)
     _amp_state.show([training])
@@ -279,7 +278,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
 def _build(
     training: Training,
     models: list[torch.nn.Module],
-    kept: list[policies.Kept],
+    kept: list[kept_modules.Kept],
     params: list[torch.nn.Parameter],
     optimizers: list[Any],
     cast_model_outputs: torch.dtype | None,
@@ -421,8 +420,8 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
-    state.refuse_users_block("amp.initialize", switches_on=False)
-    state.disable_for_thread()
+    switches.refuse_users_block("amp.initialize", switches_on=False)
+    switches.disable_for_thread()
     _amp_state.verbosity = verbosity
     _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
@@ -448,8 +447,8 @@ def reset() -> None:
         RuntimeError: Casts are on (O1, O4, ``init``), and this is called inside a block of
             ``torch.autocast`` or ``torch.inference_mode`` whose end would switch them on again.
     """
-    state.refuse_users_block("amp.reset", switches_on=False)
-    state.disable_for_thread()
+    switches.refuse_users_block("amp.reset", switches_on=False)
+    switches.disable_for_thread()
     with lock:
         _release(list(modules.prepared), list(managed))
         rules.restore()

@@ -28,7 +28,7 @@ from apex._compat import private
 from apex.amp._pickled_group import PickledGroup, _default_group
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
-from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
+from apex.amp.gradients.agreement import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import Outcome, TakenSteps, counts_of
 from apex.amp.gradients.parameters import grads_of
 from apex.amp.optimizer import state_of

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from apex.amp import checks
-from apex.amp.casting import rules
-from apex.amp.casting import state as casting
-from apex.amp.casting.state import Casts
+from apex.amp.casting import rules, switches
+from apex.amp.casting.switches import Casts
+from apex.amp.levels import Properties
 from apex.amp.newest import _amp_state, master_params, maybe_print
 from apex.amp.opt import OptimWrapper
 from apex.amp.optimizer import OptimizerState, state_of
-from apex.amp.policy import Properties
 from apex.amp.scaler import LossScaler
 from apex.amp.scaling import scale_loss
 from apex.amp.training import Training
@@ -40,7 +39,7 @@ def disable_casts() -> Iterator[None]:
 
     Initialised models called inside still compute at their own level.
     """
-    with casting.off():
+    with switches.off():
         yield
 
 
@@ -96,7 +95,7 @@ class AmpHandle:
     def activate(self, devices: tuple[str, ...]) -> None:
         """Switch the casts of :meth:`make_casts` on in this thread, on ``devices``."""
         assert self._casts is not None
-        casting.enable_for_thread(self._casts, devices)
+        switches.enable_for_thread(self._casts, devices)
         _amp_state.handle = self  # type: ignore[attr-defined]
 
     def is_active(self) -> bool:
@@ -107,7 +106,7 @@ class AmpHandle:
     def _disable_casts(self) -> Iterator[None]:
         before, self._is_active = self._is_active, False
         try:
-            with casting.off():
+            with switches.off():
                 yield
         finally:
             self._is_active = before
@@ -163,7 +162,7 @@ class AmpHandle:
 
     def _clear_cache(self) -> None:
         self.cache.clear()
-        casting.forget_weights()
+        switches.forget_weights()
 
     def _save_func(self, mod: Any, fn: str, func: Any) -> None:
         self._all_wrappers.append((mod, fn, func))
@@ -174,13 +173,13 @@ class AmpHandle:
             setattr(module, name, function)
         self._all_wrappers = []
         self._is_active = False
-        if self._casts is not None and casting.is_enabled_for_thread(self._casts):
-            casting.disable_for_thread()
+        if self._casts is not None and switches.is_enabled_for_thread(self._casts):
+            switches.disable_for_thread()
 
     def remove_cache(self, param: torch.Tensor) -> None:
         """Forget the cached cast of ``param``."""
         self.cache.pop(param, None)
-        casting.forget_weights()
+        switches.forget_weights()
 
 
 class NoOpHandle:

@@ -24,7 +24,7 @@ import torch
 
 from apex._compat import private
 from apex.amp import checks, entries
-from apex.amp.casting import state as casts
+from apex.amp.casting import switches as casts
 from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
@@ -34,7 +34,7 @@ from apex.amp.gradients.masters import Values
 from apex.amp.gradients.overflow import Overflow, SkippedStep
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.step_checks import ModelCheck, StepCheck
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 from apex.amp.training import Training, managed
 from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep

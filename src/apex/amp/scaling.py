@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.casting import rules
-from apex.amp.casting import state as casting
+from apex.amp.casting import rules, switches
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import Ledger, Pass, State
@@ -89,13 +88,13 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
             return loss
         training = states[0].training
         if training.casts_functions and any(rules.REGISTRIES):
-            rules.warn_of_late_registrations(training.casts(), casting.current())
+            rules.warn_of_late_registrations(training.casts(), switches.current())
         scaler = _scaler_of(states, loss, self.loss_id)
         for state in states:
             state.training.last_pass = next(moments)
         wide = loss if loss.dtype == torch.float64 else loss.float()
         if scaler.static == 1.0 and not any([state.use_masters for state in states]):
-            self._off = casting.off()
+            self._off = switches.off()
             self._off.__enter__()
             return wide
         ledgers = [state.ledger for state in states]
@@ -103,7 +102,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
         this = Pass(scaler, index, ledgers, wide.detach())
         try:
             this = this.begin()
-            self._off = casting.off()
+            self._off = switches.off()
             self._off.__enter__()
             scale = this.scale
             if isinstance(scale, torch.Tensor) and scale.device != wide.device:
@@ -170,7 +169,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
                 raise
         finally:
             self._off.__exit__()
-            casting.forget_weights()  # a step makes cached casts stale
+            switches.forget_weights()  # a step makes cached casts stale
 
 
 def _look_at_static(this: Pass) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.policy import Properties
+from apex.amp.levels import Properties
 from apex.amp.scaler import LossScaler
 from apex.amp.unnoticed import Unnoticed
 

@@ -18,15 +18,14 @@ import torch
 
 from apex._compat import private
 from apex._precision_policy import named_modules
-from apex.amp.casting import kept as policies
-from apex.amp.casting import state as casting
+from apex.amp.casting import kept_modules, switches
 from apex.amp.casting.containers import Walker, converted
 from apex.amp.casting.dispatcher import skip_frames
-from apex.amp.casting.state import Casts
-from apex.amp.gradients.distributed import ForwardRecord
+from apex.amp.casting.switches import Casts
+from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
-from apex.amp.policy import HALF_TYPES, Properties
+from apex.amp.levels import HALF_TYPES, Properties
 
 prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # with hooks of amp
 
@@ -63,7 +62,7 @@ class _ModelCasts:
     """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
     # Of the modules of a policy, until a forward; models that were pickled in 2026 lack it.
-    calls: policies.Calls | None = None
+    calls: kept_modules.Calls | None = None
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class _Enter(_Hook):
         elif torch.is_grad_enabled():
             level.forwards.begin_compiled(module)
         devices = () if level.casts is None else _devices(module)
-        casting.begin_forward(level, level.casts, devices, frame)
+        switches.begin_forward(level, level.casts, devices, frame)
         return args, kwargs
 
 
@@ -159,7 +158,7 @@ class _Leave(_Hook):
     """Forward hook, called in any case: switch function casts off, then cast the outputs."""
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        is_traced = not casting.end_forward(self.level)
+        is_traced = not switches.end_forward(self.level)
         calls = self.level.calls
         if calls is not None and output is not None:  # None: the forward has raised
             self.level.calls = None
@@ -190,7 +189,7 @@ def _first_parameter(
 
 
 def _devices(module: torch.nn.Module) -> tuple[str, ...]:
-    known = casting.device_types()
+    known = switches.device_types()
     first = _first_parameter(module)
     return (first.device.type,) if first is not None and first.device.type in known else known
 
@@ -212,7 +211,7 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
 
 _OUR_HOOKS = (
     *(_Enter, _Leave, _Guard, ShowFloat32, LoadFloat32),
-    *(policies.EnterKept, policies.LeaveKept),
+    *(kept_modules.EnterKept, kept_modules.LeaveKept),
 )
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 _HOOK_TABLES = (  # of a module: what hooks are put into
@@ -230,7 +229,7 @@ def prepare(
     properties: Properties,
     casts: Casts | None,
     cast_model_outputs: torch.dtype | None,
-    kept: policies.Kept,
+    kept: kept_modules.Kept,
 ) -> None:
     """Bring ``model`` to its level, in place; outputs are float32 unless asked for otherwise.
 
@@ -246,11 +245,11 @@ def prepare(
     prepared.add(model)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
     model.register_forward_hook(_Leave(level), always_call=True)
-    stay = policies.weights_stay(model, kept) if kept else set()
+    stay = kept_modules.weights_stay(model, kept) if kept else set()
     if dtype is not None:
         convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32), stay=stay)
     if kept:
-        level.calls = policies.install(model, kept, casts, properties.half_dtype)
+        level.calls = kept_modules.install(model, kept, casts, properties.half_dtype)
     if dtype in HALF_TYPES:
         level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
         level.is_guarded, guard = True, _Guard(level)
@@ -324,7 +323,7 @@ def record_of(model: torch.nn.Module) -> ForwardRecord | None:
     return hooks[0].level.forwards if hooks else None
 
 
-def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[policies.Kept]) -> None:
+def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[kept_modules.Kept]) -> None:
     """Refuse that a policy names a module which models of two calls of ``initialize`` share.
 
     Each call would cast its weights its own way. ``kept`` is what this call's policies name; models
@@ -341,7 +340,7 @@ def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[policies.Kep
     for model, own in zip(models, kept, strict=True):
         for name, module in named_modules(model):
             hooks = () if id(module) in again else module._forward_pre_hooks.values()
-            owners = [x.calls.model for x in hooks if isinstance(x, policies.EnterKept)]
+            owners = [x.calls.model for x in hooks if isinstance(x, kept_modules.EnterKept)]
             if not owners and name in own:
                 owners = [elsewhere[id(x)] for x in module.modules() if id(x) in elsewhere]
             if owners:
@@ -349,7 +348,7 @@ def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[policies.Kep
                     f"amp.initialize: a policy names {(name or type(model).__name__)!r} of the "
                     f"{type(model).__name__}, and the {owners[0]} of an earlier amp.initialize "
                     "shares it: two calls would cast its weights in two ways. Initialize one model "
-                    "that has both in it, or leave the module out of the policies."
+                    "that has both in it, or leave the module out of the kept_modules."
                 )
 
 

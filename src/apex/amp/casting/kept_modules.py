@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from apex import _precision_policy as policies
+from apex import _precision_policy
 from apex.amp import _speech
-from apex.amp.casting import state as casting
+from apex.amp.casting import switches
 from apex.amp.casting.containers import Walker, converted
 from apex.amp.casting.dispatcher import skip_frames
-from apex.amp.casting.state import Casts
-from apex.amp.policy import Properties
+from apex.amp.casting.switches import Casts
+from apex.amp.levels import Properties
 
 Kept = dict[str, torch.dtype]  # a module's name -> what it computes in
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -31,7 +31,7 @@ def read(
     """What each model's policy keeps at the level, checked; it is logged if ``verbose``.
 
     Raises:
-        RuntimeError: The level has no policies.
+        RuntimeError: The level has no _precision_policy.
         TypeError: ``policy`` is of another type.
         ValueError: It is no policy for these models, or has nothing about the level's 16 bits.
     """
@@ -48,7 +48,7 @@ def read(
             f"amp.initialize: policy had {len(listed)} entries for {len(models)} models. Pass a "
             "list with one for each model, None for a model without."
         )
-    sections = [{} if one is None else policies.read(one) for one in listed]
+    sections = [{} if one is None else _precision_policy.read(one) for one in listed]
     kept = [
         {} if one is None else _of_model(formats, model, properties)
         for one, formats, model in zip(listed, sections, models, strict=True)
@@ -87,7 +87,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
             f"apex what-if with --formats {own}."
         )
     known: dict[str, torch.nn.Module] = {}
-    for name, module in policies.named_modules(model):
+    for name, module in _precision_policy.named_modules(model):
         known.setdefault(name, module)
     entries: Mapping[str, Any] = formats[own]["modules"]
     unknown = [name for name in entries if not name or name not in known]
@@ -115,7 +115,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
                 f"amp.initialize: the policy names {name!r}, a TorchScript module, which takes no "
                 "hooks. Name a module around it, or pass the module before torch.jit.script."
             )
-        shared = policies.shared_tensor(model, known[name])
+        shared = _precision_policy.shared_tensor(model, known[name])
         if shared is not None:
             raise ValueError(
                 f"amp.initialize: the policy names {name!r}, which shares a weight or a buffer "
@@ -128,7 +128,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
 
 def types_of(model: torch.nn.Module, kept: Kept) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     """Each module by each of its names, and what the innermost name says of it; None if none."""
-    for name, module in policies.named_modules(model):
+    for name, module in _precision_policy.named_modules(model):
         parts = name.split(".")
         fronts = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         yield name, module, next((kept[one] for one in fronts if one in kept), None)
@@ -153,7 +153,7 @@ def _refuse_parts_of_others(kept: Sequence[Kept], models: Sequence[torch.nn.Modu
     for model, own in zip(models, kept, strict=True):
         others = [other for other in models if other is not model]
         elsewhere = {id(one): other for other in others for one in other.modules()}
-        for name, module in policies.named_modules(model):
+        for name, module in _precision_policy.named_modules(model):
             found = [elsewhere[id(one)] for one in module.modules() if id(one) in elsewhere]
             if name in own and found:
                 raise ValueError(
@@ -208,8 +208,8 @@ class EnterKept:
             kwargs = {name: walk(value) for name, value in kwargs.items()}
         if self.switches:
             frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-            devices = casting.device_types() if self.casts is not None else ()
-            casting.begin_forward(self, self.casts, devices, frame)
+            devices = switches.device_types() if self.casts is not None else ()
+            switches.begin_forward(self, self.casts, devices, frame)
         return args, kwargs
 
 
@@ -228,7 +228,7 @@ class LeaveKept:
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Return the output, cast."""
         if self.enter.switches:
-            casting.end_forward(self.enter)
+            switches.end_forward(self.enter)
         if self.around is None:
             return output
         return Walker(self.cast, is_traced=torch.compiler.is_compiling())(output)
@@ -243,7 +243,7 @@ def install(model: torch.nn.Module, kept: Kept, casts: Casts | None, half: torch
     calls = Calls(model, list(kept))
     types = {name: dtype for name, _, dtype in types_of(model, kept)}
     seen: set[str] = set()
-    for name, module in policies.named_modules(model):
+    for name, module in _precision_policy.named_modules(model):
         if name not in kept or name in seen:
             continue
         seen.add(name)  # what a wrapper holds has its name, and is called by it
