@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 import torch
 
 from apex._compat import private
-from apex.amp import checks, distributed_checkpoint, handle
+from apex.amp import checks, distributed_checkpoint
 from apex.amp.casting import cpu_float16, dispatcher, kept_modules, rules, switches
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
@@ -25,9 +25,9 @@ from apex.amp.gradients import collectives
 from apex.amp.gradients.masters import Values, table
 from apex.amp.gradients.step_checks import share_memory
 from apex.amp.levels import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from apex.amp.newest import _amp_state
+from apex.amp.newest import newest
 from apex.amp.optimizer import OptimizerState, managed_states, state_of
-from apex.amp.scaler import LossScaler, check
+from apex.amp.scale import check
 from apex.amp.training import Training, alive, disabled, managed
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
     checks.refuse_sharded(model_list, properties, process_group)
     process_group = checks.group_of_several("amp.initialize", process_group)
     scalers = [
-        LossScaler(
+        newest.scaler_type(
             properties.loss_scale,
             init_scale=init_scale,
             scale_window=growth_interval,
@@ -253,16 +253,19 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         policy=kept_modules.saved(kept),
     )
     params = [param for model in model_list for param in model.parameters()]
-    newest = _build(training, model_list, kept, params, optimizer_list, cast_model_outputs)
+    casts = _build(training, model_list, kept, params, optimizer_list, cast_model_outputs)
     known, devices = switches.device_types(), {param.device.type for param in params}
     if properties.casts_anything:
         cpu_float16.begin(properties.half_dtype, devices or known)
-    if newest is None:
+    if casts is None:
         switches.disable_for_thread()
     else:
-        newest.activate(tuple(device for device in known if device in devices) or known)
-    _amp_state.show([training])
-    vars(_amp_state).update(
+        on = tuple(device for device in known if device in devices) or known
+        switches.enable_for_thread(casts, on)
+        newest.casts = casts
+        vars(newest).pop("handle", None)  # of the casts before
+    newest.show([training])
+    vars(newest).update(
         verbosity=verbosity,
         opt_properties=properties,
         min_loss_scale=min_loss_scale,
@@ -282,17 +285,16 @@ def _build(
     params: list[torch.nn.Parameter],
     optimizers: list[Any],
     cast_model_outputs: torch.dtype | None,
-) -> handle.AmpHandle | None:
+) -> switches.Casts | None:
     """Change models and optimizers. All that can be refused has been, but for registrations.
 
-    Returns the handle of the level's function casts, to be switched on; ``None`` if it has none.
+    Returns the level's function casts, to be switched on; ``None`` if it has none.
     """
     properties = training.properties
-    newest = casts = None
+    casts = None
     with lock:
         if properties.casts_functions:
-            newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
-            casts = newest.make_casts(properties.half_dtype)  # refuses registrations
+            casts = rules.make_casts(properties.half_dtype, verbose=training.verbosity == 2)
             training.casts = weakref.ref(casts)
         _supersede(params, optimizers, properties)
         _release(models, optimizers)
@@ -318,7 +320,7 @@ def _build(
         except BaseException:  # such as out of memory
             _put_back(models, optimizers, full)
             raise
-    return newest
+    return casts
 
 
 def _put_back(
@@ -422,17 +424,17 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
     switches.refuse_users_block("amp.initialize", switches_on=False)
     switches.disable_for_thread()
-    _amp_state.verbosity = verbosity
-    _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
+    newest.verbosity = verbosity
+    newest.opt_properties = Properties()
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
     with lock:
         _release(map(checks.inner, listed[0]), listed[1])
         for optimizer in listed[1]:
             with contextlib.suppress(TypeError):  # anything may be passed here
                 disabled.add(optimizer)
-        newest = getattr(_amp_state, "training", None)
-        if newest is not None and newest.is_over():
-            _amp_state.show(alive())
+        training = getattr(newest, "training", None)
+        if training is not None and training.is_over():
+            newest.show(alive())
     return models if optimizers is None else (models, optimizers)
 
 
@@ -459,5 +461,5 @@ def reset() -> None:
     disabled.clear()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
-    _amp_state.forget()
-    _amp_state.verbosity = 1
+    newest.forget()
+    newest.verbosity = 1

@@ -32,7 +32,7 @@ from apex.amp.gradients.agreement import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import Outcome, TakenSteps, counts_of
 from apex.amp.gradients.parameters import grads_of
 from apex.amp.optimizer import state_of
-from apex.amp.scaler import check, iter_params
+from apex.amp.scale import check, iter_params
 from apex.ops import _runtime
 from apex.ops.lists import clip
 from apex.ops.lists.placements import is_sharded, placed

@@ -14,9 +14,9 @@ from apex.amp.casting import rules, switches
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import Ledger, Pass, State
-from apex.amp.newest import _amp_state
+from apex.amp.newest import newest
 from apex.amp.optimizer import OptimizerState, managed_states, state_of
-from apex.amp.scaler import LossScaler
+from apex.amp.scale import Scale
 from apex.amp.training import is_disabled, moments
 
 __all__ = ["scale_loss"]
@@ -210,7 +210,7 @@ def _states(optimizers: Any) -> list[OptimizerState]:
     found = [state for state in states if state is not None]
     if len(found) == len(listed) and found:
         return list(dict.fromkeys(found))
-    options = getattr(_amp_state, "opt_properties", None)
+    options = getattr(newest, "opt_properties", None)
     if options is None:
         raise RuntimeError(
             "amp.scale_loss was called before amp.initialize. Call "
@@ -226,7 +226,7 @@ def _states(optimizers: Any) -> list[OptimizerState]:
     )
 
 
-def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> LossScaler:
+def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Scale:
     """The scaler of the pass that begins, after all checks."""
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         given = f"{loss!r} ({type(loss).__name__})"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from apex.amp.casting import cpu_float16, dispatcher, rules, switches
-from apex.amp.newest import _amp_state
+from apex.amp.newest import newest
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def preserved() -> Iterator[None]:
     Inside, no casts are on before the first ``initialize``. Kernels and wrapped functions stay if
     there were any before, because another training may use them.
     """
-    thread, shown = {**vars(switches.thread)}, {**vars(_amp_state)}
+    thread, shown = {**vars(switches.thread)}, {**vars(newest)}
     had_kernels, had_wrappers = dispatcher.installed(), rules.wraps()
     vars(switches.thread).clear()
     switches.thread.__init__()  # type: ignore[misc]  # as in a new thread
@@ -32,8 +32,8 @@ def preserved() -> Iterator[None]:
         switches.disable_for_thread()
         vars(switches.thread).clear()
         vars(switches.thread).update(thread)
-        vars(_amp_state).clear()
-        vars(_amp_state).update(shown)
+        vars(newest).clear()
+        vars(newest).update(shown)
         if not had_kernels:
             dispatcher.uninstall()
         if not had_wrappers:

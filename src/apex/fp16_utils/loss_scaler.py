@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.scaler import check
+from apex.amp.scale import check
 from apex.fp16_utils.fp16util import to_python_float
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]

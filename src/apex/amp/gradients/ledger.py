@@ -47,7 +47,7 @@ from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
 from apex.amp.gradients.tensors import accumulate
-from apex.amp.scaler import LossScaler
+from apex.amp.scale import Scale
 from apex.amp.training import Training
 from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
@@ -98,7 +98,7 @@ class Pass:
         outcome: What ``check_again`` has found for another optimizer of the block.
     """
 
-    scaler: LossScaler
+    scaler: Scale
     index: int
     ledgers: list[Ledger]
     loss: torch.Tensor
