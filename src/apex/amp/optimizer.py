@@ -70,7 +70,7 @@ class OptimizerState:
         self.use_masters = use_masters
         self.superseded = False
         self.lazy_init_called = True
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         changed = weakref.WeakMethod(self._find_models_and_owners)
         self.params = params = Parameters(optimizer, use_masters, lambda: changed()())  # type: ignore[misc]
         asked = training.fused_step or not getattr(optimizer, "materialize_master_grads", True)
@@ -80,7 +80,7 @@ class OptimizerState:
         self.overflow = Overflow(
             training.verbosity, training.max_skipped_steps, overflows.counts_of(params.in_groups())
         )
-        self._takes_flag = self.is_apexs or bool(getattr(optimizer, _MARK, False))
+        self.takes_flag = self.is_apexs or bool(getattr(optimizer, _MARK, False))
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
         needs_check = use_masters and not self.is_apexs
         self._step_check = StepCheck(optimizer, params) if needs_check else None
@@ -114,7 +114,7 @@ class OptimizerState:
 
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         managed.discard(optimizer)
         if optimizer is None or not self._replaced.is_on:
             return
@@ -194,7 +194,7 @@ class OptimizerState:
         scaled = self._take_scaled() if ledger.state is State.FOR_STEP else None
         passes, is_new = ledger.take_passes(collect=scaled is None)
         # Who decides whether to skip: the device where the kernels of the step can, else the host.
-        noop = self._defer(passes, is_new=is_new) if passes and self._takes_flag else None
+        noop = self._defer(passes, is_new=is_new) if passes and self.takes_flag else None
         if noop is None:
             if is_captured:
                 self._refuse_read(passes)
@@ -204,7 +204,7 @@ class OptimizerState:
             if report is not None:
                 self._skip(report, passes, is_fused=scaled is not None)
                 return None
-        given = self._given(scaled, noop) if self._takes_flag else {}
+        given = self._given(scaled, noop) if self.takes_flag else {}
         known = self._own_hooks + captures.hooks
         is_closed = self._is_closed and sum(map(len, self._hooks)) == known
         is_written, inside = False, None if is_closed else self._watch_inside()
@@ -242,7 +242,7 @@ class OptimizerState:
                 "skipped after the closure ran. Use a static loss_scale (or O4, O5), or call "
                 "backward before step()."
             )
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if self.use_masters and getattr(optimizer, "found_inf", None) is not None:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
             raise RuntimeError(
@@ -258,19 +258,19 @@ class OptimizerState:
         if block is None or block is self.overflow.counts.are_captured():
             return
         if self.training.is_dynamic() or self.params.weights or self.ledger.fused is not None:
-            captures.refuse_part(self._optimizer(), block=block)
+            captures.refuse_part(self.optimizer(), block=block)
 
     def _refuse_read(self, passes: list[Pass]) -> None:
         """Refuse the capture of a step that the host decides."""
         self.overflow.counts.check_capture()
         watched = self.observer is not None
         if passes or watched:
-            optimizer = self._optimizer()
-            captures.refuse_read(optimizer, takes_flag=self._takes_flag, is_watched=watched)
+            optimizer = self.optimizer()
+            captures.refuse_read(optimizer, takes_flag=self.takes_flag, is_watched=watched)
 
     def _take_scaled(self) -> ScaledStep | None:
         """What a fused step reads; hooks before the step see gradients unscaled, and so does it."""
-        hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
+        hooks = getattr(self.optimizer(), "_optimizer_step_pre_hooks", None)
         if hooks or private.global_optimizer_pre_hooks:
             self.ledger.unscale_delayed()
         return self.ledger.take_for_step()
@@ -281,7 +281,7 @@ class OptimizerState:
         is_late = all([flag is not None and overflows.runs_behind(flag.device) for flag in flags])
         if not is_late or self.observer is not None:
             return None
-        if not self.is_apexs and captures.may_leave_uninitialized(self._optimizer()):
+        if not self.is_apexs and captures.may_leave_uninitialized(self.optimizer()):
             return None
         noop = self.overflow.defer(passes, is_new=is_new)
         self.ledger.leave(passes)
@@ -294,7 +294,7 @@ class OptimizerState:
         """
         if is_new and self.training.is_dynamic():
             scale = float(passes[0 if report is None else report.place].scale)
-            self.observer.stepped(self._optimizer(), report is not None, scale)
+            self.observer.stepped(self.optimizer(), report is not None, scale)
 
     def _given(self, scaled: ScaledStep | None, noop: torch.Tensor | None) -> dict[str, Any]:
         """The attributes by which an optimizer takes a flag, for its step."""
@@ -318,10 +318,10 @@ class OptimizerState:
         check = None if given else self._step_check
         watch = self.observer
         if (check or (self._model_check and not self.params.records)) and _runtime.capturing():
-            captures.refuse_check(self._optimizer())
+            captures.refuse_check(self.optimizer())
         if check is not None:
             check.begin()
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         try:
             if optimizer is not None:
                 vars(optimizer).update(given)
@@ -373,7 +373,7 @@ class OptimizerState:
         if has_closure and self.use_masters:
             raise RuntimeError(
                 f"amp: step(closure) of the {type(inner).__name__} inside of a "
-                f"{type(self._optimizer()).__name__} was called. Its closure would run before the "
+                f"{type(self.optimizer()).__name__} was called. Its closure would run before the "
                 "masters are written to the model. Call step(closure) of the object that was "
                 "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
@@ -400,7 +400,7 @@ class OptimizerState:
         self.ledger.leave(passes)
         self.overflow.log(report)
         # Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too.
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         for one in () if optimizer is None else (optimizer, *vars(optimizer).values()):
             if one is optimizer or isinstance(one, torch.optim.Optimizer):
                 setattr(one, "_opt_called", True)  # noqa: B010  # torch's types have no such name
@@ -434,7 +434,7 @@ class OptimizerState:
 
     def add_param_group(self, group: Any) -> None:
         """The optimizer's own; 16-bit weights in the new group get masters."""
-        checks.check_groups(self._optimizer(), [group], "add_param_group")
+        checks.check_groups(self.optimizer(), [group], "add_param_group")
         self._replaced.inner["add_param_group"](group)
         self.params.compare_groups()
 
@@ -463,12 +463,6 @@ def state_of(optimizer: Any) -> OptimizerState | None:
     """Return amp's record of ``optimizer``, or ``None`` if it was never initialised."""
     state = getattr(optimizer, "_amp_stash", None)
     return state if isinstance(state, OptimizerState) else None
-
-
-def managed_states() -> list[tuple[Any, OptimizerState]]:
-    """Return the optimizers of the process that amp manages, each with amp's record of it."""
-    states = [(optimizer, state_of(optimizer)) for optimizer in list(managed)]
-    return [(optimizer, state) for optimizer, state in states if state is not None]
 
 
 class Replaced:

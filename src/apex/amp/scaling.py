@@ -15,9 +15,9 @@ from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.newest import newest
-from apex.amp.optimizer import OptimizerState, managed_states, state_of
+from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scale import Scale
-from apex.amp.training import is_disabled, moments
+from apex.amp.training import is_disabled, managed_states, moments
 
 __all__ = ["scale_loss"]
 
@@ -184,8 +184,8 @@ def _look_at_static(this: Pass) -> None:
 
 def _is_watched(this: Pass) -> bool:
     """Whether apex.debug watches one of the optimizers, and says more."""
-    watched = [state.ledger for _, state in managed_states() if state.observer is not None]
-    return any([ledger in this.ledgers for ledger in watched])
+    watched = [state for state in managed_states() if state.observer is not None]
+    return any([state.ledger in this.ledgers for state in watched])
 
 
 _HAS_GRAPH = (

@@ -407,7 +407,7 @@ def _reads_tensor(group: dict[str, Any], state: OptimizerState) -> bool:
 def is_settled(states: Iterable[OptimizerState]) -> bool:
     """Whether the optimizers have all state, so that the host decides nothing any more."""
     own = [one for one in states if one.training.is_dynamic() and not one.is_apexs]
-    return not any([captures.may_leave_uninitialized(one._optimizer()) for one in own])
+    return not any([captures.may_leave_uninitialized(one.optimizer()) for one in own])
 
 
 def state_to_capture(optimizer: Any) -> OptimizerState:
@@ -439,7 +439,7 @@ def state_to_capture(optimizer: Any) -> OptimizerState:
             "amp.capture: ranks hold parts of the model (FSDP, a DTensor, process_group=...). "
             "Steps of several ranks are not captured yet. Call the function without amp.capture."
         )
-    if state.training.is_dynamic() and not state._takes_flag:
+    if state.training.is_dynamic() and not state.takes_flag:
         captures.refuse_read(optimizer, takes_flag=False, is_watched=False)
     if not state.is_apexs and optimizer.defaults.get("capturable") is False:
         raise RuntimeError(
