@@ -65,16 +65,12 @@ class Scale:
     ) -> None:
         growth_factor = scale_factor if growth_factor is None else growth_factor
         backoff_factor = 1.0 / scale_factor if backoff_factor is None else backoff_factor
-        most = inf if max_loss_scale is None else max_loss_scale
         check("growth_factor", growth_factor, lambda x: x >= 1.0, "at least 1")
         check("backoff_factor", backoff_factor, lambda x: 0.0 < x <= 1.0, "in the range (0, 1]")
         check("growth_interval", scale_window, lambda x: x >= 1, "at least 1")
         check("growth_interval", scale_window, lambda x: type(x) is int, "an integer")
         check("init_scale", init_scale, lambda x: 0.0 < x <= HUGE, "above 0, at most 2**127")
-        check("max_loss_scale", most, lambda x: x > 0.0, "above 0")
-        if min_loss_scale is not None:
-            allowed = f"at least 0, at most max_loss_scale ({max_loss_scale})"
-            check("min_loss_scale", min_loss_scale, lambda x: 0.0 <= x <= most, allowed)
+        check_bounds(min_loss_scale, max_loss_scale)
         if loss_scale != "dynamic":
             check("loss_scale", float(loss_scale), lambda x: 0.0 < x < inf, "finite, above 0")
         dynamic = loss_scale == "dynamic"
@@ -104,15 +100,7 @@ class Scale:
         self._write(SCALE, scale)
 
     def _bounded(self, scale: float) -> float:
-        return max(min(scale, self._ceiling), self._floor)
-
-    @property
-    def _floor(self) -> float:
-        return max(float(self._min_loss_scale or 0.0), TINY)
-
-    @property
-    def _ceiling(self) -> float:
-        return HUGE if self._max_loss_scale is None else min(self._max_loss_scale, HUGE)
+        return bounded(scale, self._min_loss_scale, self._max_loss_scale)
 
     @property
     def _waits_for_nothing(self) -> bool:
@@ -199,7 +187,7 @@ class Scale:
         if self._waits_for_nothing and not found.item():
             return  # the usual case: nothing changes
         scale, clean, steps = self.numbers.unbind()
-        lower = (scale * self._backoff_factor).clamp_min(self._floor)
+        lower = (scale * self._backoff_factor).clamp_min(self._bounded(0.0))
         backed_off = torch.stack((lower, torch.zeros_like(clean), steps))
         found = found.to(self.numbers.device, non_blocking=True)
         self.numbers.copy_(torch.where(found != 0, backed_off, self.numbers))
@@ -232,7 +220,7 @@ class Scale:
             counts = counts * (since.to(steps.device, non_blocking=True) == steps)
         clean = clean + counts
         full = (clean >= self._scale_seq_len) & (counts > 0)
-        grown = (scale * self._growth_factor).clamp(self._floor, self._ceiling)
+        grown = (scale * self._growth_factor).clamp(self._bounded(0.0), self._bounded(inf))
         state = torch.where(full, grown, scale), torch.where(full, 0.0, clean), steps + counts
         self.numbers.copy_(torch.stack(state))
 
@@ -245,6 +233,20 @@ def check(name: str, value: Any, is_right: Callable[[Any], bool], allowed: str) 
         right = False
     if not right:
         raise ValueError(f"loss scaling: {name} was {value!r}; it must be {allowed}.")
+
+
+def check_bounds(least: float | None, most: float | None) -> None:
+    """Raise ``ValueError`` unless these can be the bounds of a scale; ``None`` is float32's."""
+    highest = inf if most is None else most
+    check("max_loss_scale", highest, lambda x: x > 0.0, "above 0")
+    if least is not None:
+        allowed = f"at least 0, at most max_loss_scale ({most})"
+        check("min_loss_scale", least, lambda x: 0.0 <= x <= highest, allowed)
+
+
+def bounded(scale: float, least: float | None, most: float | None, highest: float = HUGE) -> float:
+    """The scale nearest to ``scale`` within these bounds and those of float32."""
+    return float(max(min(scale, highest if most is None else most, highest), least or TINY, TINY))
 
 
 def iter_params(param_groups: Iterable[dict[str, Any]]) -> Iterator[torch.Tensor]:

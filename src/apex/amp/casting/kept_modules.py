@@ -16,7 +16,7 @@ import torch
 from apex import _precision_policy
 from apex.amp import _speech
 from apex.amp.casting import switches
-from apex.amp.casting.containers import Walker, converted
+from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.switches import Casts
 from apex.amp.levels import Properties
@@ -53,7 +53,6 @@ def read(
         {} if one is None else _of_model(formats, model, properties)
         for one, formats, model in zip(listed, sections, models, strict=True)
     ]
-    _refuse_parts_of_others(kept, models)
     if verbose:
         _log(kept, {name for formats in sections for name in formats}, properties)
     return kept
@@ -148,21 +147,6 @@ def _refuse_two_types(model: torch.nn.Module, kept: Kept) -> None:
             )
 
 
-def _refuse_parts_of_others(kept: Sequence[Kept], models: Sequence[torch.nn.Module]) -> None:
-    """Raise if a named module is in two of the models: each would cast its weights its own way."""
-    for model, own in zip(models, kept, strict=True):
-        others = [other for other in models if other is not model]
-        elsewhere = {id(one): other for other in others for one in other.modules()}
-        for name, module in _precision_policy.named_modules(model):
-            found = [elsewhere[id(one)] for one in module.modules() if id(one) in elsewhere]
-            if name in own and found:
-                raise ValueError(
-                    f"amp.initialize: the policy names {name!r} of the {type(model).__name__}, and "
-                    f"it is, or has, a part of the {type(found[0]).__name__}, another of the "
-                    "models. Pass only the model that has the others in it, with its policy."
-                )
-
-
 class Calls:
     """Which of the named modules were called; plain values, so that models can be copied."""
 
@@ -191,19 +175,13 @@ class EnterKept:
         self.casts = casts if dtype != torch.float32 else None
         self.switches = casts is not None
 
-    def cast(self, value: Any) -> Any:
-        """A floating tensor, or an object with ``to``, in what the module computes in."""
-        if not isinstance(value, torch.Tensor):
-            return converted(value, self.dtype)
-        return value.to(self.dtype) if value.dtype in _CAST else value
-
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Note the call, and return its arguments cast."""
         self.calls.missing.discard(self.name)
         if not self.switches or self.dtype == torch.float32:
-            walk = Walker(self.cast, is_traced=torch.compiler.is_compiling())
+            walk = Walker(Caster(self.dtype), is_traced=torch.compiler.is_compiling())
             args = tuple([walk(value) for value in args])
             kwargs = {name: walk(value) for name, value in kwargs.items()}
         if self.switches:
@@ -219,22 +197,16 @@ class LeaveKept:
     def __init__(self, enter: EnterKept, around: torch.dtype | None) -> None:
         self.enter, self.around = enter, around
 
-    def cast(self, value: Any) -> Any:
-        """A floating tensor, or an object with ``to``, in what is around."""
-        if not isinstance(value, torch.Tensor):
-            return converted(value, self.around)  # type: ignore[arg-type]  # not None, where this is called
-        return value.to(self.around) if value.dtype in _CAST else value
-
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Return the output, cast."""
         if self.enter.switches:
             switches.end_forward(self.enter)
         if self.around is None:
             return output
-        return Walker(self.cast, is_traced=torch.compiler.is_compiling())(output)
+        cast = Caster(self.around)
+        return Walker(cast, is_traced=torch.compiler.is_compiling())(output)
 
 
-_CAST = (torch.float16, torch.bfloat16, torch.float32)
 skip_frames(EnterKept.__call__, LeaveKept.__call__)
 
 

@@ -19,7 +19,7 @@ import torch
 from apex._compat import private
 from apex._precision_policy import named_modules
 from apex.amp.casting import kept_modules, switches
-from apex.amp.casting.containers import Walker, converted
+from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.switches import Casts
 from apex.amp.gradients.forwards import ForwardRecord
@@ -28,25 +28,6 @@ from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
 from apex.amp.levels import HALF_TYPES, Properties
 
 prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # with hooks of amp
-
-
-class _Caster:
-    """Casts floating tensors, and objects that offer ``to``, to a dtype.
-
-    Inputs in float64 (what NumPy makes by default) are narrowed to what the model computes in;
-    outputs in float64 are what the model chose to give, and are left alone.
-    """
-
-    def __init__(self, dtype: torch.dtype, *, keep_double: bool = False) -> None:
-        self.dtype = dtype
-        self.kept = (dtype, torch.float64) if keep_double else (dtype,)
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return converted(value, self.dtype)
-        if value.is_floating_point() and value.dtype not in self.kept:
-            return value.to(self.dtype)
-        return value
 
 
 def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
@@ -73,14 +54,14 @@ class _ModelCasts:
     ) -> None:
         self.model = model  # the name of its class
         self.casts = casts
-        self.inputs = None if inputs is None else _Caster(inputs)
-        self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
+        self.inputs = None if inputs is None else Caster(inputs, keep_double=False)
+        self.outputs = None if outputs is None else Caster(outputs)
         self.forwards = ForwardRecord(inputs in HALF_TYPES)
         self.has_16_bit_weights = False
         self.is_guarded = False
 
 
-_Level = _ModelCasts  # its name in models that were pickled in 2026
+_Level, _Caster = _ModelCasts, Caster  # their names in models that were pickled in 2026
 
 
 class _NotScriptable(AttributeError, RuntimeError):
@@ -324,20 +305,18 @@ def record_of(model: torch.nn.Module) -> ForwardRecord | None:
 
 
 def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[kept_modules.Kept]) -> None:
-    """Refuse that a policy names a module which models of two calls of ``initialize`` share.
+    """Refuse that a policy names a module which another model has too, of this or an earlier call.
 
-    Each call would cast its weights its own way. ``kept`` is what this call's policies name; models
-    that are initialized again lose what an earlier call did to them first.
+    Each model would have its weights cast its own way. ``kept`` is what this call's policies name;
+    models that are initialized again lose what an earlier call did to them first.
 
     Raises:
         ValueError: Such a module is named, by this call or by the earlier one.
     """
     again = {id(one) for x in models if record_of(x) is not None for one in x.modules()}
-    elsewhere: dict[int, str] = {}
-    for other in list(prepared) if any(kept) else ():
-        if all(other is not model for model in models):
-            elsewhere |= {id(one): type(other).__name__ for one in other.modules()}
     for model, own in zip(models, kept, strict=True):
+        others = [other for other in [*prepared, *models] if own and other is not model]
+        elsewhere = {id(one): type(other).__name__ for other in others for one in other.modules()}
         for name, module in named_modules(model):
             hooks = () if id(module) in again else module._forward_pre_hooks.values()
             owners = [x.calls.model for x in hooks if isinstance(x, kept_modules.EnterKept)]
@@ -346,9 +325,9 @@ def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[kept_modules
             if owners:
                 raise ValueError(
                     f"amp.initialize: a policy names {(name or type(model).__name__)!r} of the "
-                    f"{type(model).__name__}, and the {owners[0]} of an earlier amp.initialize "
-                    "shares it: two calls would cast its weights in two ways. Initialize one model "
-                    "that has both in it, or leave the module out of the kept_modules."
+                    f"{type(model).__name__}, and the {owners[0]} shares it, or a part of it: each "
+                    "would have its weights cast in its own way. Initialize one model that has "
+                    "both in it, or leave the module out of the policies."
                 )
 
 
