@@ -3,3 +3,5 @@
 Nothing else imports it but ``apex.amp`` itself, the paths that these modules had, and
 ``apex.fp16_utils``.
 """
+
+__all__: list[str] = []
