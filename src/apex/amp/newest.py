@@ -18,14 +18,14 @@ class Newest:
     """Bag of attributes; those of a training appear with the first ``initialize``."""
 
     scaler_type: ClassVar[type[Scale]] = Scale  # what initialize makes
+    training: Any
+    opt_properties: Any
+    casts: Any  # of functions, while a level has any
 
     def __init__(self) -> None:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
-
-    def __getattr__(self, name: str) -> Any:  # for type checkers
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def forget(self) -> None:
         """Drop everything a training has left here."""
