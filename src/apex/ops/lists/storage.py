@@ -7,7 +7,8 @@
 | ``"kahan"`` | bfloat16 | its rounding error, bfloat16 | 4 | what 16 significant bits round away |
 | ``"stochastic"`` | bfloat16 | | 2 | nothing on average |
 
-A float32 master of a 16-bit model weight is plain storage with a copy: 6 bytes.
+A float32 master of a 16-bit model weight is plain storage with a copy: 6 bytes. ``"auto"`` is
+``"low_bits"`` for bfloat16 weights and ``"plain"`` for the others of the same optimizer.
 
 The update does not depend on the storage. A storage turns columns into float32 values before the
 update, and new values into columns after it: in plain PyTorch here, and in the same kernel launch
@@ -174,6 +175,14 @@ STOCHASTIC = Storage(
     seeded=True,
 )
 STORAGES = {storage.name: storage for storage in (PLAIN, LOW_BITS, KAHAN, STOCHASTIC)}
+AUTO = "auto"
+
+
+def storage_of(name: str, dtype: torch.dtype) -> Storage:
+    """How an optimizer whose storage has this name stores weights of this dtype."""
+    if name == AUTO:
+        return LOW_BITS if dtype == torch.bfloat16 else PLAIN
+    return STORAGES[name]
 
 
 class StepOptions(NamedTuple):
