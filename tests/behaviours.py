@@ -172,8 +172,8 @@ AMP = [
         plant="Load the scale alone.",
         test="tests/amp/checkpoint/test_checkpoint.py"
         "::test_the_scale_goes_from_amp_to_a_grad_scaler_and_back_as_their_errors_say",
-        file="src/apex/amp/checkpoint.py",
-        old="scaler._unskipped = unskipped",
+        file="src/apex/amp/scale.py",
+        old="self._write(CLEAN, unskipped)",
         new="pass",
     ),
     Behaviour(
@@ -213,7 +213,7 @@ AMP = [
         plant="Leave casts on in the block.",
         test="tests/amp/casting/test_casts.py::test_backward_functions_written_in_python_are_not_cast",
         file="src/apex/amp/scaling.py",
-        old="            this = this.begin()\n            self._off = casting.off()\n"
+        old="            this = this.begin()\n            self._off = switches.off()\n"
         "            self._off.__enter__()\n",
         new="            this = this.begin()\n            self._off = contextlib.nullcontext()\n",
     ),
