@@ -43,7 +43,7 @@ AMP = [
         "After growth_interval steps without an overflow the loss scale grows, not one step later.",
         plant="Let the scale grow when the count of clean steps is above the interval.",
         test="tests/amp/scaling/test_scaler.py::test_defaults",
-        file="src/apex/amp/scaler.py",
+        file="src/apex/amp/scale.py",
         old="full = (clean >= self._scale_seq_len)",
         new="full = (clean > self._scale_seq_len)",
     ),
@@ -54,7 +54,7 @@ AMP = [
         plant="Keep the count of clean steps when the scale backs off.",
         test="tests/amp/scaling/test_scaler.py::test_an_overflow_starts_the_count_of_clean_steps_anew"
         "[LossScaler]",
-        file="src/apex/amp/scaler.py",
+        file="src/apex/amp/scale.py",
         old="torch.stack((lower, torch.zeros_like(clean), steps))",
         new="torch.stack((lower, clean, steps))",
     ),
@@ -109,7 +109,7 @@ AMP = [
         "An overflow in a delay_overflow_check pass lowers the scale at the next check.",
         plant="Forget the flags of unchecked passes at the next check.",
         test="tests/amp/scaling/test_scaler.py::test_flags_of_passes_without_a_check_add_up",
-        file="src/apex/amp/scaler.py",
+        file="src/apex/amp/scale.py",
         old="found, self._unchecked = torch.maximum(found, self._unchecked), None",
         new="self._unchecked = None",
     ),
@@ -172,8 +172,8 @@ AMP = [
         plant="Load the scale alone.",
         test="tests/amp/checkpoint/test_checkpoint.py"
         "::test_the_scale_goes_from_amp_to_a_grad_scaler_and_back_as_their_errors_say",
-        file="src/apex/amp/checkpoint.py",
-        old="scaler._unskipped = unskipped",
+        file="src/apex/amp/scale.py",
+        old="self._write(CLEAN, unskipped)",
         new="pass",
     ),
     Behaviour(
@@ -213,7 +213,7 @@ AMP = [
         plant="Leave casts on in the block.",
         test="tests/amp/casting/test_casts.py::test_backward_functions_written_in_python_are_not_cast",
         file="src/apex/amp/scaling.py",
-        old="            this = this.begin()\n            self._off = casting.off()\n"
+        old="            this = this.begin()\n            self._off = switches.off()\n"
         "            self._off.__enter__()\n",
         new="            this = this.begin()\n            self._off = contextlib.nullcontext()\n",
     ),
@@ -224,7 +224,7 @@ AMP = [
         plant="Reduce the flag to the smallest of the ranks.",
         test="tests/amp/ranks/test_agreement.py::test_a_group_takes_or_skips_each_step_together"
         "[no gradients on the other rank]",
-        file="src/apex/amp/gradients/distributed.py",
+        file="src/apex/amp/gradients/agreement.py",
         old="all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)",
         new="all_reduce(found_inf, torch.distributed.ReduceOp.MIN, group=group)",
     ),

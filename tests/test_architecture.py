@@ -147,6 +147,16 @@ def test_packages_of_old_names_say_so_and_only_old_names_import_them():
     assert importers - OLD_NAMES == {"commands", "optimizers"}
 
 
+def test_nothing_new_imports_the_api_of_2017_to_2019():
+    """`apex.amp` itself shows it, under the old paths too, and `fp16_utils` is of that time."""
+    names = ("_amp_state", "_initialize", "amp", "handle", "legacy", "opt", "scaler")
+    old = {f"apex.amp.{name}" for name in names}
+    for file in files():
+        module = ".".join(("apex", *file.relative_to(SRC).with_suffix("").parts[:2]))
+        if module not in {*old, "apex.amp.__init__"} and _top(file) != "fp16_utils":
+            assert not {".".join(name.split(".")[:3]) for name in _imports(file)} & old, file
+
+
 def test_nothing_imports_the_extension_modules():
     names = {file.stem for file in EXTENSION_MODULES.glob("*.py")}
     for file in files():

@@ -214,7 +214,7 @@ class Study:
         names = {one.name: whole.LEVELS.get(one.name, ()) for one in self.forms}
         if not any(names.values()):
             return []
-        from apex.amp.handle import disable_casts  # a watch does without amp
+        from apex.amp.functions import disable_casts  # a watch does without amp
         from apex.amp.trial import preserved
 
         with unchanged(self.model):

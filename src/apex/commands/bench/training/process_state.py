@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from apex.amp.casting import cpu_float16, dispatcher, state
+from apex.amp.casting import cpu_float16, dispatcher, switches
 
 __all__ = ["ProcessState", "put_back", "take_off"]
 
@@ -18,7 +18,7 @@ __all__ = ["ProcessState", "put_back", "take_off"]
 class ProcessState(NamedTuple):
     """What was in force: the thread's casts, with their device types, and which kernels."""
 
-    casts: tuple[state.Casts, tuple[str, ...]] | None
+    casts: tuple[switches.Casts, tuple[str, ...]] | None
     autocast_kernels: tuple[torch.dtype, ...]
     float16_kernels: bool
 
@@ -32,12 +32,12 @@ def take_off() -> ProcessState:
     Only where no other thread runs torch's operations: torch frees a kernel that is taken off.
     Functions that were replaced in modules stay: they cast only where casts are on.
     """
-    own = state.thread.casts if state.thread.before is not None else None
-    devices = tuple(filter(torch.is_autocast_enabled, state.device_types()))
+    own = switches.thread.casts if switches.thread.before is not None else None
+    devices = tuple(filter(torch.is_autocast_enabled, switches.device_types()))
     found = ProcessState(
         None if own is None else (own, devices), dispatcher.installed(), cpu_float16.is_on()
     )
-    state.disable_for_thread()
+    switches.disable_for_thread()
     dispatcher.uninstall()
     cpu_float16.remove()
     return found
@@ -50,4 +50,4 @@ def put_back(found: ProcessState) -> None:
     if found.float16_kernels:
         cpu_float16.begin(torch.float16, ["cpu"])
     if found.casts is not None:
-        state.enable_for_thread(*found.casts)
+        switches.enable_for_thread(*found.casts)

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from apex.amp import _speech
-from apex.amp.casting import precision_file as policies
-from apex.amp.casting import state as casting
-from apex.amp.casting.containers import Walker, converted
+from apex.amp.casting import precision_file, switches
+from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
-from apex.amp.casting.state import Casts
-from apex.amp.policy import Properties
+from apex.amp.casting.switches import Casts
+from apex.amp.levels import Properties
 
 Kept = dict[str, torch.dtype]  # a module's name -> what it computes in
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -31,7 +30,7 @@ def read(
     """What each model's policy keeps at the level, checked; it is logged if ``verbose``.
 
     Raises:
-        RuntimeError: The level has no policies.
+        RuntimeError: The level has no policy.
         TypeError: ``policy`` is of another type.
         ValueError: It is no policy for these models, or has nothing about the level's 16 bits.
     """
@@ -48,12 +47,11 @@ def read(
             f"amp.initialize: policy had {len(listed)} entries for {len(models)} models. Pass a "
             "list with one for each model, None for a model without."
         )
-    sections = [{} if one is None else policies.read(one) for one in listed]
+    sections = [{} if one is None else precision_file.read(one) for one in listed]
     kept = [
         {} if one is None else _of_model(formats, model, properties)
         for one, formats, model in zip(listed, sections, models, strict=True)
     ]
-    _refuse_parts_of_others(kept, models)
     if verbose:
         _log(kept, {name for formats in sections for name in formats}, properties)
     return kept
@@ -87,7 +85,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
             f"apex what-if with --formats {own}."
         )
     known: dict[str, torch.nn.Module] = {}
-    for name, module in policies.named_modules(model):
+    for name, module in precision_file.named_modules(model):
         known.setdefault(name, module)
     entries: Mapping[str, Any] = formats[own]["modules"]
     unknown = [name for name in entries if not name or name not in known]
@@ -115,7 +113,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
                 f"amp.initialize: the policy names {name!r}, a TorchScript module, which takes no "
                 "hooks. Name a module around it, or pass the module before torch.jit.script."
             )
-        shared = policies.shared_tensor(model, known[name])
+        shared = precision_file.shared_tensor(model, known[name])
         if shared is not None:
             raise ValueError(
                 f"amp.initialize: the policy names {name!r}, which shares a weight or a buffer "
@@ -128,7 +126,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
 
 def types_of(model: torch.nn.Module, kept: Kept) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     """Each module by each of its names, and what the innermost name says of it; None if none."""
-    for name, module in policies.named_modules(model):
+    for name, module in precision_file.named_modules(model):
         parts = name.split(".")
         fronts = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         yield name, module, next((kept[one] for one in fronts if one in kept), None)
@@ -146,21 +144,6 @@ def _refuse_two_types(model: torch.nn.Module, kept: Kept) -> None:
                 f"amp.initialize: the policy says different things of '{other}' and '{name}', "
                 "which are the same module. Name both, or neither."
             )
-
-
-def _refuse_parts_of_others(kept: Sequence[Kept], models: Sequence[torch.nn.Module]) -> None:
-    """Raise if a named module is in two of the models: each would cast its weights its own way."""
-    for model, own in zip(models, kept, strict=True):
-        others = [other for other in models if other is not model]
-        elsewhere = {id(one): other for other in others for one in other.modules()}
-        for name, module in policies.named_modules(model):
-            found = [elsewhere[id(one)] for one in module.modules() if id(one) in elsewhere]
-            if name in own and found:
-                raise ValueError(
-                    f"amp.initialize: the policy names {name!r} of the {type(model).__name__}, and "
-                    f"it is, or has, a part of the {type(found[0]).__name__}, another of the "
-                    "models. Pass only the model that has the others in it, with its policy."
-                )
 
 
 class Calls:
@@ -187,15 +170,9 @@ class EnterKept:
 
     def __init__(self, name: str, calls: Calls, dtype: torch.dtype, casts: Casts | None) -> None:
         self.name, self.calls = name, calls
-        self.dtype = dtype
+        self.dtype, self.cast = dtype, Caster(dtype)
         self.casts = casts if dtype != torch.float32 else None
         self.switches = casts is not None
-
-    def cast(self, value: Any) -> Any:
-        """A floating tensor, or an object with ``to``, in what the module computes in."""
-        if not isinstance(value, torch.Tensor):
-            return converted(value, self.dtype)
-        return value.to(self.dtype) if value.dtype in _CAST else value
 
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,8 +185,8 @@ class EnterKept:
             kwargs = {name: walk(value) for name, value in kwargs.items()}
         if self.switches:
             frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-            devices = casting.device_types() if self.casts is not None else ()
-            casting.begin_forward(self, self.casts, devices, frame)
+            devices = switches.device_types() if self.casts is not None else ()
+            switches.begin_forward(self, self.casts, devices, frame)
         return args, kwargs
 
 
@@ -217,24 +194,17 @@ class LeaveKept:
     """Forward hook, called in any case: switch back, and cast the outputs to what is around."""
 
     def __init__(self, enter: EnterKept, around: torch.dtype | None) -> None:
-        self.enter, self.around = enter, around
-
-    def cast(self, value: Any) -> Any:
-        """A floating tensor, or an object with ``to``, in what is around."""
-        if not isinstance(value, torch.Tensor):
-            return converted(value, self.around)  # type: ignore[arg-type]  # not None, where this is called
-        return value.to(self.around) if value.dtype in _CAST else value
+        self.enter, self.cast = enter, None if around is None else Caster(around)
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Return the output, cast."""
         if self.enter.switches:
-            casting.end_forward(self.enter)
-        if self.around is None:
+            switches.end_forward(self.enter)
+        if self.cast is None:
             return output
         return Walker(self.cast, is_traced=torch.compiler.is_compiling())(output)
 
 
-_CAST = (torch.float16, torch.bfloat16, torch.float32)
 skip_frames(EnterKept.__call__, LeaveKept.__call__)
 
 
@@ -243,7 +213,7 @@ def install(model: torch.nn.Module, kept: Kept, casts: Casts | None, half: torch
     calls = Calls(model, list(kept))
     types = {name: dtype for name, _, dtype in types_of(model, kept)}
     seen: set[str] = set()
-    for name, module in policies.named_modules(model):
+    for name, module in precision_file.named_modules(model):
         if name not in kept or name in seen:
             continue
         seen.add(name)  # what a wrapper holds has its name, and is called by it
