@@ -140,9 +140,14 @@ def store_(
 ) -> None:
     """Round what :func:`as_float32` returned, once it was stepped, into the columns."""
     stored: Iterable[TensorList] = repeat(wide[PARAM])
-    if options.storage is not PLAIN:
+    weights, write = _weights(columns, options), options.storage.write
+    if write is not None:
+        for value, *into in zip(wide[PARAM], *weights, strict=True):
+            write(value, *into)
+        weights = []
+    elif options.storage is not PLAIN:
         stored = zip(*map(options.storage.narrow, wide[PARAM]), strict=True)
-    pairs = list(zip(_weights(columns, options), stored, strict=False))
+    pairs = list(zip(weights, stored, strict=False))
     pairs += zip(columns[PARAM + 1 :], wide[PARAM + 1 :], strict=True)
     pairs += [(columns[0], wide[0])] if write_grads else []
     for column, new in pairs:
