@@ -32,7 +32,7 @@ from apex._compat import private
 from apex.amp.gradients import captures
 from apex.amp.gradients.ledger import Pass
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import addresses
+from apex.amp.gradients.tensors import addresses
 from apex.amp.optimizer import OptimizerState, optimizers_inside, state_of
 from apex.amp.training import Training
 
@@ -42,7 +42,7 @@ _MODE, _GRAD, _REQUIRES_GRAD = (
     attrgetter("requires_grad"),
 )
 _OF_SCALER = {
-    "_static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
+    "static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
     "_backoff_factor": "backoff_factor", "_min_loss_scale": "min_loss_scale",
     "_max_loss_scale": "max_loss_scale",
 }  # fmt: skip
