@@ -157,11 +157,11 @@ class Program:
             say(f"wrote {self._folder}")
             if report.call is not None:
                 file = report.save(self._folder / f"nan{rank}.pt")
-                say(f"apex debug repro {file} shows it again")
+                say(f"apex debug repro {file} runs the operation again")
         except ValueError as error:
-            say(f"no file to show it again: {error}")
+            say(f"did not save the operation: {error}")
         except (OSError, RuntimeError, UsageError) as error:  # the script goes on
-            say(f"not all was written: {error}")
+            say(f"could not write all files: {error}")
         if not self._skip:
             self.watch.stop()  # what comes next follows from this fault
 
