@@ -37,10 +37,7 @@ def test_the_table_is_whole():
         ({"old": "not in the file"}, "old occurs 0 times"),
         ({"old": "\n"}, r"old occurs \d\d+ times"),
         ({"file": "src/apex/gone.py"}, "old occurs 0 times in src/apex/gone.py"),
-        (
-            {"test": "tests/test_plant.py::test_gone[case]"},
-            "no tests/test_plant.py::test_gone",
-        ),
+        ({"test": "tests/test_plant.py::test_gone[case]"}, "no tests/test_plant.py::test_gone"),
         ({"test": "tests/gone.py::test_one"}, "no tests/gone.py::test_one"),
     ],
 )

@@ -20,17 +20,11 @@ from tests.contrib.sharded_programs import (
     REMAINDERS,
     SMALL,
 )
-from tests.ranks import Ranks, processes
+from tests.ranks import processes
 from tests.tolerance import CLIPPED, ROUNDED_WEIGHTS, assert_close_to_largest
 
 pytestmark = pytest.mark.dist
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("sharded"), count=4) as ranks:
-        yield ranks
 
 
 def assert_all_are(answers, wanted):

@@ -16,12 +16,6 @@ from tests.tolerance import ADAM_UNDER_DDP
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("overlapped")) as ranks:
-        yield ranks
-
-
 @pytest.mark.slow
 def test_every_reader_gets_new_values(two):
     assert len(RIGHT) > 80

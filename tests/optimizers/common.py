@@ -74,6 +74,14 @@ def train(optimizer, params, steps, path=None, scale=1.0):
     return values(params)
 
 
+def started(make, dtype=torch.float32, shapes=SHAPES, *, steps=0, path=None, **options):
+    """Parameters, and an optimizer of them that has taken some steps."""
+    params = parameters(dtype, shapes)
+    optimizer = make(params, **options)
+    train(optimizer, params, range(steps), path)
+    return params, optimizer
+
+
 def same(left, right):
     return all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
