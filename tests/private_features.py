@@ -142,43 +142,24 @@ def _alone():
 
 
 def optimizers():
-    """Three steps of each optimizer, some on 16-bit weights."""
-    from apex import optimizers as fused
-    from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamSWA
+    """Three steps of each optimizer, in each of its ways."""
+    from apex.catalogue.entry import DTYPES
+    from apex.catalogue.optimizers import OPTIMIZERS
 
     found = []
-    for make, dtype in (
-        (lambda p: fused.FusedAdam(p, lr=0.01, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False), torch.float32),
-        (lambda p: fused.FusedSGD(p, lr=0.1, momentum=0.9, nesterov=True), torch.float32),
-        (lambda p: fused.FusedAdagrad(p, lr=0.1, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedAdagrad(p, lr=0.1), torch.bfloat16),
-        (lambda p: fused.FusedLAMB(p, lr=0.01, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedLAMB(p, lr=0.01, weight_decay=0.1, adam_w_mode=False), torch.float32),
-        (lambda p: fused.FusedNovoGrad(p, lr=0.01, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedNovoGrad(p, lr=0.01, reg_inside_moment=True), torch.float32),
-        (lambda p: fused.FusedLion(p, lr=0.01, weight_decay=0.1), torch.float32),
-    ):
-        params = [nn.Parameter(_normal(5, 3, seed=n).to(dtype)) for n in range(3)]
-        optimizer = make(params)
-        for step in range(3):
-            for n, param in enumerate(params):
-                param.grad = _normal(5, 3, seed=10 * step + n).to(dtype)
-            optimizer.step()
-        found += params
-    params = [nn.Parameter(_normal(5, 3, seed=n)) for n in range(3)]
-    averages = [param.detach().clone() for param in params]
-    compute = [nn.Parameter(param.detach().clone()) for param in params]
-    swa = FusedAdamSWA(
-        params, compute, averages, swa_decay_rate=0.9, lr=0.01,
-        adam_math_mode=AdamMathType.PyTorchAdam,
-    )  # fmt: skip
-    for step in range(2):
-        for n, param in enumerate(compute):
-            param.grad = _normal(5, 3, seed=10 * step + n)
-        swa.step()
-        swa.zero_grad(set_to_none=False)
-    return _numbers(*found, *params, *averages)
+    for entry in OPTIMIZERS:
+        for variant in entry.variants:
+            options = {"lr": 0.01, "weight_decay": 0.1, **entry.options, **variant.options}
+            dtype = DTYPES[variant.dtypes[0]]
+            params = [nn.Parameter(_normal(5, 3, seed=n).to(dtype)) for n in range(3)]
+            optimizer = entry.make(params, **options)
+            for step in range(3):
+                for n, param in enumerate(params):
+                    param.grad = _normal(5, 3, seed=10 * step + n).to(dtype)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            found += params
+    return _numbers(*found)
 
 
 def scaled_step():
