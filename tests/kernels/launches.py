@@ -15,7 +15,7 @@ import torch
 from apex.catalogue.entry import DTYPES
 from apex.catalogue.ops import OPS
 from apex.kernels._plans import Family
-from apex.ops import _runtime
+from tools.kernels.derived import both_ways
 
 FILE = pathlib.Path(__file__).with_name("launches.json")
 LENGTHS = (1, 64, 1001, 4096, 8192, 8200, 32768, 40001)
@@ -46,23 +46,6 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def both(op, shape, dtype):
-    """A function that computes the operator of an op, and its backward."""
-    leaves = [meta(*leaf.shape, dtype=leaf.dtype or dtype) for leaf in op.leaves(shape)]
-    leaves[0] = leaves[0].contiguous(memory_format=op.layout)
-    args, of = op.arguments(*leaves, *op.rest(leaves[0])), op.operator
-
-    def run():
-        with _runtime.use("triton"):
-            found = of.run(*args)
-            results = found if isinstance(found, tuple) else (found,)
-            known = dict(zip([*of.names, *of.results], [*args, *results], strict=True))
-            needs, saved = [True] * len(of.grads), map(known.get, of._saved)
-            of._run_backward(torch.empty_like(results[0]), needs, *saved)
-
-    return run
-
-
 def calls():
     """Name of each call, and a function that makes it."""
     ops = {op.name: op for op in OPS if op.operator}
@@ -73,7 +56,7 @@ def calls():
         for shape in shapes:
             for dtype in dtypes:
                 size = " x ".join(map(str, shape))
-                yield f"{name}: {size}, {dtype}", both(op, shape, DTYPES[dtype])
+                yield f"{name}: {size}, {dtype}", both_ways(op, shape, DTYPES[dtype])
 
 
 def launched(call):
