@@ -47,6 +47,8 @@ def load(model, optimizer, folder, **options):
 def resumed(made, train, folder):
     """Weights and states of a training that goes on, each with that of one that was loaded.
 
+    And the names of the first weight's states.
+
     Args:
         made: Makes model and optimizer.
         train: Trains them on the numbered batches.
@@ -63,4 +65,4 @@ def resumed(made, train, folder):
         left, right = going[1].state[mine], loaded[1].state[theirs]
         assert left.keys() == right.keys()
         found += [(mine, theirs), *((left[key], right[key]) for key in left)]
-    return found, [*left]
+    return found, [*going[1].state[next(going[0].parameters())]]

@@ -121,7 +121,8 @@ class Ranks:
             try:
                 return self._answers(job)
             except (EOFError, OSError, TimeoutError) as error:
-                self._broken = f"{job}: {error or 'a process died'}"
+                name = job.args[0] if isinstance(job, functools.partial) else job
+                self._broken = f"{name}: {error or 'a process died'}"
                 self.__exit__()
                 raise RankError(self._broken) from None
         raise RankError(f"not run, because of an earlier job, {self._broken}")
@@ -141,3 +142,20 @@ class Ranks:
             found.update((pipe, pickle.loads(pipe.recv_bytes())) for pipe in ready)
         self._left -= time.monotonic() - began
         return [found[pipe] for pipe in self._pipes]
+
+
+def from_two(program, folder):
+    """What ``program(store, rank, pipe)`` sends from one of two processes, which are ended then."""
+    context = processes()
+    here, there = context.Pipe()
+    words = [(str(folder / "store"), rank, there) for rank in (0, 1)]
+    both = [context.Process(target=program, args=one) for one in words]
+    for process in both:
+        process.start()
+    try:
+        assert here.poll(60)
+        return here.recv()
+    finally:
+        for process in both:
+            process.kill()
+            process.join()

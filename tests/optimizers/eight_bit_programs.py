@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from apex.catalogue.optimizers import WITH_8_BITS, makers
 from apex.optimizers import FusedAdam
 from tests import checkpoints
-from tests.optimizers.common import on
+from tests.optimizers.common import normal, on
 from tests.ranks import error_of
 
 OURS = makers(lr=0.02, weight_decay=0.1, max_grad_norm=0.0)
@@ -27,9 +27,7 @@ def meshes():
     return {count: DeviceMesh("cpu", range(count)) for count in (2, 4)}
 
 
-def tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 def full(tensor):

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from apex.optimizers import FusedMuon, _muon_shards
 from tests import checkpoints
+from tests.optimizers.common import normal
 from tests.ranks import error_of
 
 # Uneven shards, one that two ranks have nothing of, a stack, a vector and a convolution.
@@ -50,9 +51,7 @@ def whole(tensor):
     return tensor.to_local()
 
 
-def tensors(seed, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 class Calls:
@@ -101,7 +100,7 @@ def in_batches(rank, sent):
 
 def stack_of_experts(rank):
     """A stack of four matrices, sharded between them: each rank has a whole one."""
-    (start, grad), case = tensors(0, [(4, 5, 7)] * 2), "Shard(0)"
+    (start, grad), case = tensors(0, shapes=[(4, 5, 7)] * 2), "Shard(0)"
     param, alone = nn.Parameter(spread(start, case)), nn.Parameter(start.clone())
     param.grad, alone.grad = spread(grad, case), grad
     FusedMuon([alone]).step()
@@ -165,7 +164,7 @@ def trained(rank, kind, **options):
         place, count = on.get_local_rank(), 2
     makers = [FusedMuon(m.named_parameters(), lr=0.02, **options) for m in (several, alone)]
     for seed in range(5):
-        x, y = tensors(seed, [(16, 10), (16, 8)])
+        x, y = tensors(seed, shapes=[(16, 10), (16, 8)])
         for model, optimizer in zip((several, alone), makers, strict=True):
             part = slice(None)
             if model is several:
@@ -184,7 +183,7 @@ def strided(rank, **options):
     for number, (param, other) in enumerate(
         zip(several.parameters(), alone.parameters(), strict=True)
     ):
-        (other.grad,) = tensors(number, [other.shape])
+        (other.grad,) = tensors(number, shapes=[other.shape])
         here = other.grad
         for dim, place in reversed([*enumerate(param.placements)]):  # tensor parallelism is first
             if not place.is_replicate():
@@ -206,7 +205,7 @@ def resumed(rank, kind, folder):
 
     def train(model, optimizer, seeds):
         for seed in seeds:
-            (x,) = tensors(seed, [(4, 10)])
+            (x,) = tensors(seed, shapes=[(4, 10)])
             model(x.bfloat16()).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -18,7 +18,7 @@ from apex.contrib.clip_grad import clip_grad_norm_
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
 from tests import checkpoints
-from tests.optimizers.common import EVERY, on
+from tests.optimizers.common import EVERY, normal, on
 from tests.ranks import error_of
 
 MAKERS = {
@@ -51,9 +51,7 @@ def spread(tensor, placement):
     return distribute_tensor(tensor, mesh(), [placement])
 
 
-def tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 def stepped(rank, name, case, path="reference", *, waits=False):

@@ -20,7 +20,7 @@ from apex.optimizers import (
     FusedSGD,
 )
 from apex.parallel import LARC
-from tests.optimizers.common import EVERY, in_two_groups, on
+from tests.optimizers.common import EVERY, in_two_groups, normal, on
 from tests.optimizers.test_every_optimizer import lagging_device
 from tests.ranks import error_of
 
@@ -76,9 +76,7 @@ def spread(tensor, case):
     return distribute_tensor(tensor.clone(), mesh(name), placements, src_data_rank=None)
 
 
-def tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 class Both:
