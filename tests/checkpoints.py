@@ -44,7 +44,7 @@ def load(model, optimizer, folder, **options):
     put(model, optimizer, state)
 
 
-def resumed(made, train, folder):
+def resumed(made, train, folder, first=None, change=lambda *training: training):
     """Weights and states of a training that goes on, each with that of one that was loaded.
 
     And the names of the first weight's states.
@@ -53,10 +53,13 @@ def resumed(made, train, folder):
         made: Makes model and optimizer.
         train: Trains them on the numbered batches.
         folder: Where the checkpoint is saved.
+        first: What makes the one that is saved, if that is another.
+        change: What becomes of the one that goes on, of model and optimizer, after it was saved.
     """
-    going, loaded = made(), made()
+    going, loaded = (first or made)(), made()
     train(*going, range(3))
     checkpoint.save(parts(*going), checkpoint_id=folder)
+    going = change(*going)
     load(*loaded, folder)
     for training in (going, loaded):
         train(*training, range(3, 5))

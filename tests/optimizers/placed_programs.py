@@ -1,6 +1,7 @@
 """What each of two ranks does in :mod:`tests.optimizers.test_placements`."""
 
 import functools
+import warnings
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,10 +104,13 @@ def refused(rank, name):
     return found, error_of(MAKERS[name], [terms])
 
 
-def resumed(rank, make, storage, folder):
-    """How many numbers differ between a training that goes on and one that was saved and loaded."""
+def resumed(rank, make, storage, folder, then=None):
+    """How many numbers differ between a training that goes on and one that was saved and loaded.
 
-    def made():
+    With another storage ``then`` the one that goes on has it too, by ``load_state_dict`` alone.
+    """
+
+    def made(storage=then or storage):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).bfloat16()
         fully_shard(model, mesh=mesh())
@@ -119,10 +123,21 @@ def resumed(rank, make, storage, folder):
             optimizer.step()
             optimizer.zero_grad()
 
-    pairs, keys = checkpoints.resumed(made, train, folder)
+    def another(model, optimizer):
+        saved, other = optimizer.state_dict(), EVERY[make](model.parameters(), storage=then)
+        other.load_state_dict(saved)
+        return model, other
+
+    def first():
+        return made(storage)
+
+    how = {} if then is None else {"first": first, "change": another}
+    with warnings.catch_warnings(record=True) as caught:
+        pairs, keys = checkpoints.resumed(made, train, folder, **how)
     kinds = {type(one) for pair in pairs for one in pair}
     different = sum(int((a.to_local() != b.to_local()).sum()) for a, b in pairs)
-    return different, kinds <= {DTensor, torch.nn.Parameter}, keys
+    said = [str(one.message) for one in caught if "low bits" in str(one.message)]
+    return different, kinds <= {DTensor, torch.nn.Parameter}, keys, said
 
 
 class Block(torch.nn.Module):

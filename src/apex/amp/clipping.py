@@ -159,5 +159,5 @@ def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:
         )
     scaler = scalers[loss_id]
     return state.overflow.counts.outcome(
-        scaler._state[SCALE] if scaler.dynamic else scaler.loss_scale()
+        scaler.numbers[SCALE] if scaler.dynamic else scaler.loss_scale()
     )

@@ -29,7 +29,7 @@ from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
 from apex.amp.scaler import LossScaler, check
-from apex.amp.training import Training, alive, disabled, managed
+from apex.amp.training import Training, alive, disabled, managed, managed_states
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -383,7 +383,8 @@ def _release(models: Iterable[Any], optimizers: Sequence[Any]) -> None:
 def _optimizers_with(weights: Iterable[torch.Tensor]) -> list[Any]:
     """The managed optimizers that step one of ``weights``."""
     ids = set(map(id, weights))
-    return [one for one in list(managed) if not one._amp_stash.params.ids.isdisjoint(ids)]
+    found = [state for state in managed_states() if not state.params.ids.isdisjoint(ids)]
+    return [one for state in found if (one := state.optimizer()) is not None]
 
 
 def _halves_of(optimizer: Any) -> list[torch.Tensor]:

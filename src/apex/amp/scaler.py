@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -146,6 +147,12 @@ class LossScaler:
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
         self._write(CLEAN, value)
+
+    # What others read. No Python call: several are read in each step.
+    static: Any = property(attrgetter("_static"), doc="The scale that never changes, or ``None``.")
+    numbers: Any = property(
+        attrgetter("_state"), doc="At ``SCALE``, ``CLEAN`` and ``STEPS`` what changes; no copy."
+    )
 
     @property
     def _waits_for_nothing(self) -> bool:

@@ -18,7 +18,7 @@ from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.newest import _amp_state
 from apex.amp.optimizer import OptimizerState, state_of
 from apex.amp.scaler import LossScaler
-from apex.amp.training import is_disabled, managed, moments
+from apex.amp.training import is_disabled, managed_states, moments
 
 __all__ = ["scale_loss"]
 
@@ -94,7 +94,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
         for state in states:
             state.training.last_pass = next(moments)
         wide = loss if loss.dtype == torch.float64 else loss.float()
-        if scaler._static == 1.0 and not any([state.use_masters for state in states]):
+        if scaler.static == 1.0 and not any([state.use_masters for state in states]):
             self._off = casting.off()
             self._off.__enter__()
             return wide
@@ -118,7 +118,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
 
     def _watch(self, scaled: torch.Tensor, this: Pass, ledgers: list[Ledger]) -> None:
         """Look for two mistakes: another root of the backward pass, and an optimizer left out."""
-        if this.scaler._static == 1.0 or scaled.grad_fn is None:
+        if this.scaler.static == 1.0 or scaled.grad_fn is None:
             return
         self._reached = []
         scaled.grad_fn.register_prehook(self._reached.append)
@@ -175,7 +175,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
 
 def _look_at_static(this: Pass) -> None:
     """Have a static scale that is too large noticed: it skips no step."""
-    scale = this.scaler._static
+    scale = this.scaler.static
     if scale is not None and scale != 1.0 and not _is_watched(this):
         params = [ledger.params for ledger in this.ledgers]
         weights = [weight for one in params for weight in (*one.stepped, *one.targets)]
@@ -185,7 +185,7 @@ def _look_at_static(this: Pass) -> None:
 
 def _is_watched(this: Pass) -> bool:
     """Whether apex.debug watches one of the optimizers, and says more."""
-    watched = [one._amp_stash for one in list(managed) if one._amp_stash.observer is not None]
+    watched = [state for state in managed_states() if state.observer is not None]
     return any([state.ledger in this.ledgers for state in watched])
 
 

@@ -57,7 +57,7 @@ def is_outside(training: Any, ledger: Any) -> bool:
 
 
 def _scales(training: Any) -> bool:
-    return any([one.dynamic or one._static != 1.0 for one in training.loss_scalers])
+    return any([one.dynamic or one.static != 1.0 for one in training.loss_scalers])
 
 
 @dataclass(eq=False)

@@ -299,6 +299,7 @@ class Optimizer:
 
 MOMENTUM = {"momentum": 0.9}
 EIGHT_BIT = Variant("state=8bit", {"state": "8bit"}, ("fp32", "bf16"))
+AUTO = Variant("storage=auto", {"storage": "auto"}, ("fp32", "bf16"))
 OPTIMIZERS: tuple[Optimizer, ...] = (
     Optimizer(
         optimizers.FusedAdam, adam,
@@ -314,6 +315,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            AUTO,
             EIGHT_BIT,
         ),
         training={"lr": 0.005, "weight_decay": 0.01},
@@ -405,6 +407,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            AUTO,
             EIGHT_BIT,
         ),
         options={"iteration_dtype": torch.float32},

@@ -118,7 +118,7 @@ def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) 
             f"amp: ranks passed different num_losses to amp.initialize: {least} to {most}; here it "
             f"was {len(scalers)}. Pass the same on every rank."
         )
-    numbers = [scaler._state.clone().to(device) for scaler in scalers]
+    numbers = [scaler.numbers.clone().to(device) for scaler in scalers]
     flat.broadcast(numbers, group)
     for scaler, received in zip(scalers, numbers, strict=True):
         scaler.take(received)

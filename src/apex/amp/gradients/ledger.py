@@ -222,13 +222,13 @@ class Ledger:
         passes: Unscaled ones since the last step, for the next one to look at.
         left: Those of the last step, if it was skipped or a device has decided that; their
             gradients may still be there.
-        has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
         had_grads: Whether the last pass left gradients, where there is a ``process_group``.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
         is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
         in_graphs: Gradients that were put aside in captures: the graphs read and write them.
         began: How many times a block was opened or gradients were cleared.
-        steps: How many steps were taken or skipped, as far as the host has made them.
+        steps: How many steps were taken or skipped, as far as the host has made them. Before the
+            first one, weights are compared by value.
         stepped_in: The thread that made the last one.
         scaled_elsewhere: Weights with the gradients that a block without this optimizer has
             written, scaled, and the versions of these.
@@ -243,7 +243,6 @@ class Ledger:
     stash: Stash = field(default_factory=Stash)
     passes: list[Pass] = field(default_factory=list)
     left: Left = field(default_factory=Left)
-    has_stepped: bool = False
     had_grads: bool = False
     is_unreduced: bool = False
     is_captured: bool | None = None
@@ -445,7 +444,7 @@ class Ledger:
         old = self.scaled
         if old is None or old is not new.ledgers[0].scaled or set(old.ledgers) != set(new.ledgers):
             return False
-        static = new.scaler._static
+        static = new.scaler.static
         if old.scaler is not new.scaler and (static is None or static != old.scale):
             return False
         return self.fused is None or self.state is State.DELAYED or self.fused.can_continue()
@@ -474,8 +473,12 @@ class Ledger:
         for ledger in self.with_co_owners() if shared else (self,):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
-        if self.params.collect(shared, compare=not self.has_stepped):
-            self._warn(_EDITED)
+        params = self.params
+        params.compare_groups()
+        if params.weights:
+            params.reconcile(compare=not self.steps)
+            if params.take_new(shared):
+                self._warn(_EDITED)
 
     def _warn(self, text: str) -> None:
         """Warn once; of what the caller of ``scale_loss``, ``step`` or clipping has done."""
@@ -499,7 +502,7 @@ class Ledger:
         params = self.params
         self.is_unreduced = False
         self.is_captured = None
-        self.has_stepped, self.steps = True, self.steps + 1
+        self.steps += 1
         self.stepped_in = threading.get_ident()
         if inside is not None:
             inside.finish()
@@ -527,11 +530,16 @@ class Ledger:
             self.params.zero_grad(set_to_none=set_to_none)
 
     def take_for_step(self) -> ScaledStep | None:
-        """What a fused step reads, and ``UNSCALED`` from now on; ``None`` where it reads grads."""
+        """What a fused step reads, and ``UNSCALED`` from now on; ``None`` where it reads grads.
+
+        Hooks before the step see gradients unscaled, and so does the step then.
+        """
         scaled, fused = self.scaled, self.fused
+        if self.params.has_pre_hooks():
+            self.unscale_delayed()
         if scaled is None or fused is None or self.state is not State.FOR_STEP:
             return None
-        options, found_inf = fused.options_of_step(compare=not self.has_stepped)
+        options, found_inf = fused.options_of_step(compare=not self.steps)
         self.scaled, self.state = None, State.UNSCALED
         self.params.clear_before_next_forward()
         if found_inf is not None:
