@@ -73,10 +73,10 @@ def test_each_group_is_one_batch(kind, size, four):
 def test_groups_that_there_cannot_be(four):
     for rank, (said, place) in enumerate(four.run(program.refusals)):
         assert said[0].startswith(
-            "ValueError: BatchNorm2d_NHWC: bn_group is 3 and there are 4 processes."
+            "ArgumentError: BatchNorm2d_NHWC: bn_group is 3 and there are 4 processes."
         )
         assert said[1].startswith(
-            "ValueError: GroupBatchNorm2d: group_size is 8 and there are 4 processes."
+            "ArgumentError: GroupBatchNorm2d: group_size is 8 and there are 4 processes."
         )
         assert place == (2, rank // 2, rank % 2)
 
