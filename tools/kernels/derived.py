@@ -34,7 +34,7 @@ def cases(name: str) -> Iterator[CompiledCase]:
 
 
 def _of_updates(module: Any) -> Iterator[CompiledCase]:
-    made = [entry.make for entry in OPTIMIZERS if hasattr(entry.make, "_algorithm")]
+    made: list[Any] = [one.make for one in OPTIMIZERS if hasattr(one.make, "_algorithm")]
     (kind,) = {one for one in made if one._algorithm.__module__ == module.__name__}
     for update in vars(module).values():
         if isinstance(update, Update):
