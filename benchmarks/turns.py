@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from apex.info.clocks import Call, take_turns
+from apex.commands.info.clocks import Call, take_turns
 
 __all__ = ["Call", "Spread", "one_core", "ratio", "spread", "take_turns", "timed"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex.info.clocks import on_gpu
-from apex.selftest.gpu import waits_refused
+from apex.commands.info.clocks import on_gpu
+from apex.commands.selftest.gpu import waits_refused
 from tools.gpu import stand_ins
 
 Tensor = torch.Tensor

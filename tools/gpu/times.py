@@ -23,8 +23,8 @@ from apex import amp, optimizers
 from apex.catalogue.entry import IMAGES, MATRICES, Op
 from apex.catalogue.ops import OPS
 from apex.catalogue.optimizers import beside_torch
+from apex.commands.info.clocks import on_gpu
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
-from apex.info.clocks import on_gpu
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
 from apex.transformer.functional import fused_apply_rotary_pos_emb
@@ -434,7 +434,7 @@ def ops() -> dict[str, tuple[list[Row], Clock]]:
     return found
 
 
-# What tuned kernels are judged by, bfloat16; sizes are those of `apex bench kernels`.
+# What tuned kernels are judged by, bfloat16; sizes are those of `python -m benchmarks.kernels`.
 ANCHORS = (
     ("rms_norm", "middle", (20, 96)),
     ("rms_norm", "wide", (2, 8200)),

@@ -46,7 +46,7 @@ from apex.amp.gradients.tensors import (
     stored_values,
     write_zeros,
 )
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 from apex.ops import _runtime
 from apex.ops.lists import unscale
 from apex.ops.lists.tensor_lists import OWN_MEMORY
