@@ -440,7 +440,7 @@ def makers(lr: float | None = None, **options: Any) -> dict[str, Maker]:
 
 def beside_torch() -> dict[str, tuple[Maker, str, Maker]]:
     """What makes each optimizer of `BY_NAME`; name and maker of torch's fused one beside it."""
-    found = {}
+    found: dict[str, tuple[Maker, str, Maker]] = {}
     for name, optimizer in BY_NAME.items():
         other = next(one for one in OPTIMIZERS if one.timed and one.beside == optimizer.beside)
         theirs = getattr(torch.optim, optimizer.beside)
