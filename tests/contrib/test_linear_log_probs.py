@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from apex.commands.bench.memory import peak_bytes
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_log_probs
 from apex.ops import _runtime
+from tests.contrib.test_linear_cross_entropy import _data
 from tests.tolerance import (
     NEAR_PROBABILITY_1,
     NEAR_PROBABILITY_1_IN_16_BITS,
@@ -29,15 +30,6 @@ OPTIONS = [
     {"z_loss": 0.1},
     {"softcap": 3.0, "temperature": 1.5, "z_loss": 0.1, "label_smoothing": 0.1},
 ]
-
-
-def _data(rows, features, classes, dtype, bias=True):
-    x = torch.randn(rows, features).to(dtype).requires_grad_()
-    weight = (torch.randn(classes, features) / features**0.5).to(dtype).requires_grad_()
-    shift = torch.randn(classes).to(dtype).requires_grad_() if bias else None
-    targets = torch.randint(classes, (rows,))
-    targets[1] = IGNORED
-    return x, weight, shift, targets
 
 
 def _z(x, weight, bias, softcap=None, temperature=1.0):

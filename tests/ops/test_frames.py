@@ -14,12 +14,7 @@ from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.fused_dense import FusedDense, FusedDenseGeluDense
 from apex.mlp import MLP
-from apex.normalization import (
-    FusedLayerNorm,
-    FusedRMSNorm,
-    MixedFusedLayerNorm,
-    MixedFusedRMSNorm,
-)
+from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from apex.ops.layers.swiglu import swiglu
 from apex.transformer.functional import fused_apply_rotary_pos_emb
 from apex.transformer.functional.fused_softmax import (
