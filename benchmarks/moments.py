@@ -13,6 +13,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import chain, count
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ def language_model(seed: int) -> tuple[nn.Module, Loss]:
 def cnn(seed: int) -> tuple[nn.Module, Loss]:
     """The CNN of ``apex bench --task digits-cnn``."""
     task = digits.cnn(TaskOptions(torch.device("cpu")))
-    model = task.model()
+    model = cast(nn.Module, task.model())
     batches = chain.from_iterable(task.loader(16, 1000 * seed + epoch) for epoch in count())
     return model, lambda: task.loss(model, next(batches))
 
@@ -80,12 +81,13 @@ MODELS = {"language-model": language_model, "CNN": cnn}
 
 @contextlib.contextmanager
 def _to_the_nearest() -> Iterator[None]:
-    stochastically = multi_tensor.dithered
-    multi_tensor.dithered = lambda value, seed: value
+    module: Any = multi_tensor
+    stochastically = module.dithered
+    module.dithered = lambda value, seed: value
     try:
         yield
     finally:
-        multi_tensor.dithered = stochastically
+        module.dithered = stochastically
 
 
 def main() -> None:

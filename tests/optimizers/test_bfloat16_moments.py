@@ -204,11 +204,12 @@ def test_states_are_converted_on_loading(make, state):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("saved", "here"), [("bfloat16", "plain"), ("plain", "bfloat16")])
-def test_distributed_checkpoints_convert_too(saved, here, tmp_path):
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "FusedNovoGrad"])
+def test_distributed_checkpoints_convert_too(name, saved, here, tmp_path):
     sides = []
     for seed, state in enumerate((saved, here)):
         params = parameters(shapes=SHAPES, seed=seed)
-        optimizer = FusedAdam(params, state=state)
+        optimizer = MAKERS[name](params, state=state)
         train(optimizer, params, range(seed, seed + 2))
         sides.append(optimizer)
     checkpoint.save(sides[0].state_dict(), checkpoint_id=tmp_path, no_dist=True)

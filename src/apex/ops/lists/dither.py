@@ -2,7 +2,7 @@
 
 A moment moves by less than half an ulp of bfloat16 at most steps: with ``beta2 = 0.999`` a second
 moment that is rounded to the nearest never decays. Rounded up as often as the value is nearer to
-the upper neighbour, it is right on the average.
+the upper neighbour, it is right on the average. Low bits beside it would be the 4 bytes of float32.
 
 The random bits are a hash of the float32 value itself and of the step. They need no generator and
 no position: they are the same on a CPU and in a kernel, on any number of ranks and after loading.
