@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from apex.bench.training.tasks import digits
-from apex.bench.training.tasks.task import TaskOptions
+from apex.commands.bench.training.tasks import digits
+from apex.commands.bench.training.tasks.task import TaskOptions
 from apex.ops.lists import multi_tensor
 from apex.optimizers import FusedAdam
 from tools import quiet_without_reader
