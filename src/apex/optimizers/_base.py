@@ -380,7 +380,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 over, partition = sharded and found.every, self._partition
                 factor = clipped(gradients, factor, largest, over=over, partition=partition)
             dense = all(map(_IS_UNIFORM, parts))
-            options = StepOptions(factor=factor, noop=noop, write_grads=write, dense=dense)
+            storage = STORAGES.get(self.storage, PLAIN)  # "auto" chooses for each launch
+            options = StepOptions(
+                factor=factor, noop=noop, write_grads=write, storage=storage, dense=dense
+            )
             launches = chain.from_iterable(map(launches_of, parts))
             self._finish(self._updates(together, launches, options), sharded)
             if copied and not self._writes_grads:
@@ -431,7 +434,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             here = everywhere.get(device)
             if here is None:
                 here = everywhere[device] = _on(options, device)
-            here = here._replace(storage=storage_of(self.storage, launch.columns[1][0].dtype))
+            if self.storage == AUTO:
+                here = here._replace(storage=storage_of(AUTO, launch.columns[1][0].dtype))
             if launch.extra is not None:
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group
