@@ -197,11 +197,23 @@ def _follow(lines: Lines) -> list[Callable[[], None]]:
         lines.backward(tensors if one else None, is_plain=is_plain)
         return inner(tensors, *args, **kwargs)
 
+    apply: Any = vars(torch.autograd.Function)["apply"]
+
+    @functools.wraps(apply.__func__)
+    def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return lines.apply(functools.partial(apply.__func__, function), args, kwargs)
+
+    def put_back() -> None:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+
     def compiled(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         lines.stop()
         return inner(*args, **kwargs)
 
     return [
+        put_back,
         around(torch, "compile", compiled),
         register_optimizer_step_post_hook(lambda *_: lines.on()).remove,
         around(torch.optim.Optimizer, "zero_grad", quietly),
