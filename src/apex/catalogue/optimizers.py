@@ -24,7 +24,7 @@ from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamS
 
 __all__ = [
     "BY_NAME", "OPTIMIZERS", "WITH_8_BITS", "Formula", "Optimizer", "State", "Step", "TimedStep",
-    "Variant", "makers",
+    "Variant", "beside_torch", "makers",
     "TRUST", "adagrad", "adam", "adam_eps_inside", "lamb", "larc", "lion", "muon", "novograd",
     "sgd",
 ]  # fmt: skip
@@ -272,6 +272,7 @@ class Optimizer:
         launches: Kernels of a step, for one group and one dtype.
         shared_launches: How many of these are there once for all groups.
         timed: How it is timed, if it is.
+        beside: The fused optimizer of torch that its host time is compared with.
     """
 
     make: Callable[..., Any]
@@ -284,6 +285,7 @@ class Optimizer:
     launches: int = 1
     shared_launches: int = 0
     timed: TimedStep | None = None
+    beside: str = "AdamW"
 
     @property
     def title(self) -> str:
@@ -345,7 +347,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("state=8bit", {**MOMENTUM, "state": "8bit"}, EIGHT_BIT.dtypes),
             Variant("state=bfloat16", {**MOMENTUM, "state": "bfloat16"}, BFLOAT16.dtypes),
         ),
-        options={"lr": 0.05}, training={"lr": 0.05, "momentum": 0.9},
+        options={"lr": 0.05}, training={"lr": 0.05, "momentum": 0.9}, beside="SGD",
         timed=TimedStep(of_torch("SGD"), {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}, 1),
     ),
     Optimizer(
@@ -442,6 +444,18 @@ def makers(lr: float | None = None, **options: Any) -> dict[str, Maker]:
         options: Others of constructors.
     """
     return {name: _maker(optimizer, lr, options) for name, optimizer in BY_NAME.items()}
+
+
+def beside_torch() -> dict[str, tuple[Maker, str, Maker]]:
+    """What makes each optimizer of `BY_NAME`; name and maker of torch's fused one beside it."""
+    found: dict[str, tuple[Maker, str, Maker]] = {}
+    for name, optimizer in BY_NAME.items():
+        other = next(one for one in OPTIMIZERS if one.timed and one.beside == optimizer.beside)
+        theirs = getattr(torch.optim, optimizer.beside)
+        ours, numbers = (one.timed.numbers if one.timed else {} for one in (optimizer, other))
+        make = functools.partial(optimizer.make, **ours)
+        found[name] = make, optimizer.beside, functools.partial(theirs, fused=True, **numbers)
+    return found
 
 
 def _maker(optimizer: Optimizer, lr: float | None, options: Mapping[str, Any]) -> Maker:
