@@ -30,7 +30,7 @@ from apex._compat import private
 from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_tensors, traced
 from apex.ops._dtypes import Optional, wide
-from apex.ops._op import UNSURE, op
+from apex.ops._op import op
 
 NO_PADDING = -(2**63)  # a label that no row has
 
@@ -127,22 +127,61 @@ def _backward(
     return [out.masked_fill_(padded, 0.0)]
 
 
+def _torchs(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
+) -> torch.Tensor | None:
+    """By the function that F.cross_entropy calls, which checks sizes and labels itself."""
+    if (
+        labels.dtype == torch.int64  # floating ones would be probabilities
+        and logits.dim() == 2
+        and logits.dtype in FLOATS
+        and logits.numel() > 0
+        and 0.0 <= smoothing <= 1.0
+    ):
+        # In float64 ``p_label - 1`` keeps seven digits more than float32 has. 0: no reduction
+        y: torch.Tensor = _of_torch(logits.double(), labels, None, 0, padding_idx, smoothing)
+        return y if logits.dtype == torch.float64 else y.float()
+    return None
+
+
+def _fitting(
+    logits: torch.Tensor, labels: Any, smoothing: float, padding_idx: int
+) -> tuple[torch.Tensor, torch.Tensor, float, int] | None:
+    if type(labels) is not torch.Tensor or logits.dim() != 2 or labels.dim() != 1:
+        return None
+    rows, classes = logits.shape
+    return (
+        (logits, labels, float(smoothing), int(padding_idx))
+        if (
+            labels.dtype == torch.int64
+            and labels.numel() == rows
+            and classes > 0
+            and logits.dtype in FLOATS
+            and labels.device == logits.device
+            and 0.0 <= smoothing <= 1.0
+        )
+        else None
+    )
+
+
+# torch's stub of it is wrong in a type.
+_of_torch: Any = private.cross_entropy_loss
+
+# Eager calls, whose backward makes the softmax again, read no lse: that takes two passes over a
+# piece, a fifth of the forward's time.
+_EAGER = SimpleNamespace(forward=partial(_forward, wants_lse=False), backward=_backward)
 OP = op(
     "cross_entropy(Tensor logits, Tensor labels, float smoothing, int padding_idx)"
     " -> (Tensor losses, Tensor sums)",
     reference,
     grads=("logits",),
     allocate=_allocate,
-    pieces=SimpleNamespace(forward=_forward, backward=_backward, above=SMALL),
+    pieces=SimpleNamespace(forward=_forward, backward=_backward, above=SMALL, eager=_EAGER),
     contiguous=False,
+    torchs=_torchs,
+    fitting=_fitting,
 )
 by_row(OP, reference, share_rows=False)
-# For eager calls, whose backward makes the softmax again: an lse takes two passes over a piece.
-_EAGER = SimpleNamespace(forward=partial(_forward, wants_lse=False), backward=_backward)
-
-
-# What F.cross_entropy calls. torch's stub of it is wrong in a type.
-_of_torch: Any = private.cross_entropy_loss
 
 
 def cross_entropy(
@@ -178,50 +217,18 @@ def losses(
     half_to_float: bool = False,
 ) -> torch.Tensor:
     """Compute the loss of each row: :func:`cross_entropy` with the arguments of NVIDIA's Apex."""
-    implementation = OP.choose(logits)
     try:
-        if implementation is None:
-            if (  # torch's function, which checks sizes and labels itself
-                labels.dtype == torch.int64  # floating ones would be probabilities
-                and logits.dim() == 2
-                and logits.dtype in FLOATS
-                and logits.numel() > 0
-                and logits.is_cpu
-                and 0.0 <= smoothing <= 1.0
-            ):
-                # In float64 ``p_label - 1`` keeps seven digits more than float32 has.
-                y: torch.Tensor = _of_torch(
-                    logits.double(), labels, None, 0, padding_idx, smoothing
-                )  # 0: no reduction
-                return y if logits.dtype == torch.float64 else y.float()
-        elif implementation is not UNSURE and _fit(logits, labels, smoothing):
-            implementation = _EAGER if implementation is OP.pieces else implementation
-            how = (implementation, float(smoothing), int(padding_idx))
-            return OP.compute(logits, labels, how)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        pass  # below are the words for what is wrong
-    smoothing, padding_idx = float(smoothing), int(padding_idx)
-    check("cross_entropy", logits, labels, smoothing)
-    try:
-        return OP(logits, labels, smoothing, padding_idx)
+        y = OP.usual(logits, labels, smoothing, padding_idx)
+        if y is None:
+            smoothing, padding_idx = float(smoothing), int(padding_idx)
+            check("cross_entropy", logits, labels, smoothing)
+            y = OP(logits, labels, smoothing, padding_idx)
+        return y
+    except ArgumentError:
+        raise
     except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
         check_labels("cross_entropy", labels, logits.shape[1], padding_idx)
         raise
-
-
-def _fit(logits: torch.Tensor, labels: Any, smoothing: float) -> bool:
-    """Whether :func:`check` has nothing to say about what programs usually pass."""
-    if type(labels) is not torch.Tensor or logits.dim() != 2 or labels.dim() != 1:
-        return False
-    rows, classes = logits.shape
-    return (
-        labels.dtype == torch.int64
-        and labels.numel() == rows
-        and classes > 0
-        and logits.dtype in FLOATS
-        and labels.device == logits.device
-        and 0.0 <= smoothing <= 1.0
-    )
 
 
 def check(name: str, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> None:
