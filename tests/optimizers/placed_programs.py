@@ -1,6 +1,7 @@
 """What each of two ranks does in :mod:`tests.optimizers.test_placements`."""
 
 import functools
+import warnings
 
 import torch
 import torch.distributed.checkpoint as checkpoint
@@ -117,10 +118,13 @@ def refused(rank, name):
     return found
 
 
-def resumed(rank, make, storage, folder):
-    """How many numbers differ between a training that goes on and one that was saved and loaded."""
+def resumed(rank, make, storage, folder, then=None):
+    """How many numbers differ between a training that goes on and one that was saved and loaded.
 
-    def made():
+    With another storage ``then`` the one that goes on has it too, by ``load_state_dict`` alone.
+    """
+
+    def made(storage=then or storage):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).bfloat16()
         fully_shard(model, mesh=mesh())
@@ -139,15 +143,19 @@ def resumed(rank, make, storage, folder):
             "optimizer": get_optimizer_state_dict(model, optimizer),
         }
 
-    model, optimizer = made()
+    model, optimizer = made(storage)
     train(model, optimizer, range(3))
     checkpoint.save(state(model, optimizer), checkpoint_id=folder)
+    if then is not None:
+        saved, optimizer = optimizer.state_dict(), EVERY[make](model.parameters(), storage=then)
+        optimizer.load_state_dict(saved)
     train(model, optimizer, range(3, 5))
     other, its_optimizer = made()
     loaded = state(other, its_optimizer)
     checkpoint.load(loaded, checkpoint_id=folder)
     set_model_state_dict(other, loaded["model"])
-    set_optimizer_state_dict(other, its_optimizer, loaded["optimizer"])
+    with warnings.catch_warnings(record=True) as caught:
+        set_optimizer_state_dict(other, its_optimizer, loaded["optimizer"])
     train(other, its_optimizer, range(3, 5))
     different, kinds = 0, set()
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -156,7 +164,8 @@ def resumed(rank, make, storage, folder):
         for one, two in [(mine, theirs), *((left[key], right[key]) for key in left)]:
             kinds |= {type(one), type(two)}
             different += int((one.to_local() != two.to_local()).sum())
-    return different, kinds <= {DTensor, torch.nn.Parameter}, {*left}
+    said = [str(one.message) for one in caught]
+    return different, kinds <= {DTensor, torch.nn.Parameter}, {*left}, said
 
 
 class Block(torch.nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from apex.contrib import optimizers as contrib
-from apex.ops.lists.storage import STORAGES
+from apex.ops.lists.storage import AUTO, STORAGES
 from apex.ops.lists.tensor_lists import local
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from apex.parallel import LARC
@@ -27,7 +27,7 @@ STORED = {  # every optimizer with every storage, and those with masters
     **{
         f"{name}, {storage}": functools.partial(make, storage=storage)
         for name, make in EVERY.items()
-        for storage in STORAGES
+        for storage in (*STORAGES, AUTO)
     },
     "FusedMixedPrecisionLamb, masters": functools.partial(
         FusedMixedPrecisionLamb, lr=0.02, reduced_precision_dtype=torch.bfloat16

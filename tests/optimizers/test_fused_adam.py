@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.ops.lists import storage as storages
-from apex.ops.lists.storage import join_bits, round_stochastically, split_bits
+from apex.ops.lists.storage import LOW_BITS, join_bits, round_stochastically, split_bits
 from apex.optimizers import FusedAdam
 from tests.optimizers.common import (
     PATHS,
@@ -237,6 +237,21 @@ def test_every_float32_is_split_and_joined():
     assert high[~good].isnan().all()
     error = (high.double() - value.double())[high.isfinite()].abs()
     assert (error <= value.double()[high.isfinite()].abs() * 2**-8 + 2.0**-134).all()
+
+
+@pytest.mark.parametrize("other", [1.0, float("inf"), float("nan"), torch.finfo().max])
+def test_bits_are_written_and_joined_in_few_passes_as_in_many(other):
+    """On a CPU a list without inf and nan goes another way."""
+    bits = torch.randint(0x3F800000, (100_000,), dtype=torch.int32)
+    bits = torch.cat([bits, bits | -(2**31), torch.tensor([0, -(2**31), 1, 0x3F008000, 0x8000])])
+    value = torch.cat([bits.int().view(torch.float32), torch.tensor([other])])
+    wanted = split_bits(value)
+    written = [torch.empty_like(part) for part in wanted]
+    LOW_BITS.write(value.clone(), *written)
+    for part, exact in zip(written, wanted, strict=True):
+        assert torch.equal(part.view(torch.int16), exact.view(torch.int16))
+    joined = join_bits(*wanted)[: len(bits)]
+    assert torch.equal(joined.view(torch.int32), bits.int())
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])

@@ -72,15 +72,29 @@ def test_what_cannot_be_placed_is_refused(pair, name):
 
 @pytest.mark.parametrize(
     ("make", "storage", "column"),
-    [("FusedSGD", "plain", None), ("FusedAdam", "low_bits", "low_bits")],
+    [
+        ("FusedSGD", "plain", None),
+        ("FusedAdam", "low_bits", "low_bits"),
+        ("FusedAdam", "auto", "low_bits"),
+    ],
 )
 def test_sharded_checkpoints_resume(pair, make, storage, column, tmp_path):
-    for different, are_dtensors, keys in pair.run(
+    for different, are_dtensors, keys, said in pair.run(
         Call(programs.resumed, make, storage, str(tmp_path))
     ):
         assert different == 0
         assert are_dtensors
         assert column is None or column in keys
+        assert not said
+
+
+@pytest.mark.parametrize("make", ["FusedAdam", "FusedSGD", "FusedLAMB"])
+def test_a_sharded_checkpoint_of_plain_goes_on_with_low_bits(pair, make, tmp_path):
+    for different, are_dtensors, keys, said in pair.run(
+        Call(programs.resumed, make, "plain", str(tmp_path), then="auto")
+    ):
+        assert (different, are_dtensors, "low_bits" in keys) == (0, True, True)
+        assert "no low bits, and goes on from the bfloat16 weights" in said[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)

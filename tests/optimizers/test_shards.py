@@ -136,7 +136,8 @@ def test_zero_redundancy_optimizer_clips_by_the_norm_of_all(ranks, name):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 USUAL = [  # each key of a state in each dtype
-    *[f"FusedAdam, {storage}" for storage in ("plain", "low_bits", "kahan", "stochastic")],
+    *[f"FusedAdam, {storage}" for storage in ("plain", "low_bits", "kahan", "stochastic", "auto")],
+    "FusedSGD, auto", "FusedMuon, auto", "FusedNovoGrad, auto",
     "FusedSGD, plain", "FusedSGD, low_bits", "FusedAdagrad, kahan", "FusedLion, low_bits",
     "FusedLAMB, low_bits", "FusedNovoGrad, plain", "FusedNovoGrad, kahan",
     "FusedMuon, low_bits", "FusedMixedPrecisionLamb, masters", "FusedAdam, masters", "LARC, plain",
@@ -194,7 +195,7 @@ def test_checkpoints_fit_other_placements(ranks, tmp_path):
     _assert_saved(ranks, ELSEWHERE, ["HSDP", "columns", "rows and columns"], str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["FusedAdam, kahan", "FusedNovoGrad, plain"])
+@pytest.mark.parametrize("name", ["FusedAdam, kahan", "FusedAdam, auto", "FusedNovoGrad, plain"])
 def test_gathered_states_are_spread_again(ranks, name):
     for straight_on, resumed in ranks.run(call(checkpoints.gathered, name)):
         assert same(straight_on, resumed)

@@ -240,7 +240,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """How `apex bench kernels` times a step.
+    """How `python -m benchmarks.kernels` times a step.
 
     Attributes:
         peers: Others who take the same step, by name, from parameters and ``numbers``.
@@ -297,6 +297,7 @@ class Optimizer:
 
 MOMENTUM = {"momentum": 0.9}
 EIGHT_BIT = Variant("state=8bit", {"state": "8bit"}, ("fp32", "bf16"))
+AUTO = Variant("storage=auto", {"storage": "auto"}, ("fp32", "bf16"))
 OPTIMIZERS: tuple[Optimizer, ...] = (
     Optimizer(
         optimizers.FusedAdam, adam,
@@ -312,6 +313,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            AUTO,
             EIGHT_BIT,
         ),
         training={"lr": 0.005, "weight_decay": 0.01},
@@ -403,6 +405,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            AUTO,
             EIGHT_BIT,
         ),
         options={"iteration_dtype": torch.float32},

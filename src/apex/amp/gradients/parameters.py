@@ -46,7 +46,7 @@ from apex.amp.gradients.tensors import (
     stored_values,
     write_zeros,
 )
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 from apex.ops import _runtime
 from apex.ops.lists import unscale
 from apex.ops.lists.tensor_lists import OWN_MEMORY
@@ -549,6 +549,11 @@ class Parameters(Pairs):
         """Every tensor in the optimizer's groups."""
         return [param for group in self.groups() for param in group["params"]]
 
+    def has_pre_hooks(self) -> bool:
+        """Whether torch calls hooks before a step of the optimizer."""
+        own = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
+        return bool(own or private.global_optimizer_pre_hooks)
+
     @torch.no_grad()
     def _replace(self, full: Values) -> None:
         """Give all 16-bit weights in the groups masters, and remember what is there."""
@@ -573,21 +578,12 @@ class Parameters(Pairs):
 
     def compare_groups(self, full: Values | None = None) -> None:
         """Give new 16-bit weights in the groups masters; ``full`` may have their float32 values."""
-        now = [param for group in self.groups() for param in group["params"]]  # no more frames
+        optimizer = self._optimizer()  # in_groups() would be two more Python calls in each step
+        groups = () if optimizer is None else optimizer.param_groups
+        now = [param for group in groups for param in group["params"]]
         if len(now) == len(self.stepped) and all(map(operator.is_, now, self.stepped)):
             return
         self._replace(full or {})
-
-    def collect(self, owners: Owners, *, compare: bool) -> bool:
-        """Bring every gradient to where the optimizer looks for it, and values to both of a pair.
-
-        Returns what :meth:`drop_cleared` does.
-        """
-        self.compare_groups()
-        if not self.weights:
-            return False
-        self.reconcile(compare=compare)
-        return self.take_new(owners)
 
     def _master_of(self, weight: torch.Tensor, full: Values) -> torch.Tensor:
         """The master of ``weight``, made now if there is none."""

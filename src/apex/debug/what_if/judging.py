@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from apex import _precision_policy as policies
 from apex._compat.private import tree_map_only
+from apex.amp.casting import precision_file as policies
 from apex.debug import calls
 from apex.debug.tensors import largest
 from apex.debug.undisturbed import unchanged
@@ -214,7 +214,7 @@ class Study:
         names = {one.name: whole.LEVELS.get(one.name, ()) for one in self.forms}
         if not any(names.values()):
             return []
-        from apex.amp.handle import disable_casts  # a watch does without amp
+        from apex.amp.functions import disable_casts  # a watch does without amp
         from apex.amp.trial import preserved
 
         with unchanged(self.model):
