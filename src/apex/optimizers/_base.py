@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
@@ -38,10 +38,7 @@ from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
 from apex.ops.lists.storage import PLAIN, STORAGES, ScaledStep, StepOptions, Storage
-from apex.ops.lists.tensor_lists import (
-    Scalar,
-    TensorColumn,
-)
+from apex.ops.lists.tensor_lists import Scalar, TensorColumn
 from apex.optimizers import _checkpoint, _checks
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._lost import PLAIN_BY_DEFAULT, LostWatch, Sample
@@ -55,6 +52,7 @@ from apex.optimizers._step import (
     gradients_of,
     launches_of,
     quantized,
+    read,
     scalar,
     with_own,
 )
@@ -66,15 +64,9 @@ _IS_UNIFORM = attrgetter("is_uniform")
 # Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
 # others in the copy, and a flag that a copy makes on the device where it is.
 _NOT_COPIED = {
-    "_amp_stash",
-    "_scaled_step",
-    "_written",
-    "_dummy_overflow_buf",
-    "_lost",
-    "_begun",
-    "_apart",
+    "_amp_stash", "_scaled_step", "_written", "_dummy_overflow_buf", "_lost", "_begun", "_apart",
     "_shown",
-}
+}  # fmt: skip
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -288,7 +280,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         scaler = None
         if historic:
             scaler = historic.pop("grad_scaler", None)
-            if any(value is not None for value in historic.values()):
+            if not all(map(is_, historic.values(), repeat(None))):
                 _checks.step_arguments(self._name, historic, self._takes_arguments)
         loss = None
         if closure is not None:
@@ -351,7 +343,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not all(map(self.defaults.keys().__le__, map(dict.keys, self.param_groups))):
             _checks.complete(self)
         if noop is not None or type(factor) is not float:
-            factor, noop, is_skipped = _read(factor, noop)
+            factor, noop, is_skipped = read(factor, noop)
             if is_skipped:
                 return
         with torch.no_grad():
@@ -376,9 +368,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 over, partition = sharded and found.every, self._partition
                 factor = clipped(gradients, factor, largest, over=over, partition=partition)
             dense = all(map(_IS_UNIFORM, parts))
-            options = StepOptions(
-                factor=factor, noop=noop, write_grads=write, storage=self._storage, dense=dense
-            )
+            options = StepOptions(factor, noop, write, self._storage, None, dense)
             launches = chain.from_iterable(map(launches_of, parts))
             self._finish(self._updates(together, launches, options), sharded)
             if copied and not self._writes_grads:
@@ -418,17 +408,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         options: StepOptions,
     ) -> Iterator[tuple[list[torch.Tensor], Stages | None]]:
         """Count the step and update each launch; yields its parameters, and the rest to be done."""
-        noop = options.noop
         counters = None
         if self._counts_steps:
             elsewhere = self._partition and self._partition.device
-            counters = count_steps(self._counted_groups(), noop, elsewhere)
-        everywhere: dict[torch.device, StepOptions] = {}
+            counters = count_steps(self._counted_groups(), options.noop, elsewhere)
+        is_known = options.noop is None and type(options.factor) is float
         for number, launch in launches:
-            device = launch.device
-            here = everywhere.get(device)
-            if here is None:
-                here = everywhere[device] = _on(options, device)
+            here = options if is_known else options.on(launch.device)
             if launch.extra is not None:
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group
@@ -610,22 +596,3 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group for ``torch.optim``."""
         raise NotImplementedError(f"torch.optim has no {self._name}.")
-
-
-def _read(factor: Scalar, noop: torch.Tensor | None) -> tuple[Scalar, torch.Tensor | None, bool]:
-    """Read what is on the CPU; the last is whether the step is known to be skipped."""
-    if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
-        factor = float(factor)
-    if noop is None or _runtime.waits(noop.device):
-        return factor, noop, False
-    return factor, None, bool(noop.item())
-
-
-def _on(options: StepOptions, device: torch.device) -> StepOptions:
-    """The options for launches on a device."""
-    factor, noop = options.factor, options.noop
-    if isinstance(factor, torch.Tensor):
-        options = options._replace(factor=factor.to(device, non_blocking=True))
-    if noop is not None:
-        options = options._replace(noop=noop.to(device, non_blocking=True))
-    return options

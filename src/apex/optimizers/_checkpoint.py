@@ -23,11 +23,11 @@ from apex.ops.lists.tensor_lists import local
 from apex.optimizers import _eight_bit as eight_bit
 
 _SHAPE = attrgetter("shape")
-# Keys that the optimizers of torch.optim keep in their groups and ours do not know.
-# `_refused_keys` are those that change what is computed.
-_FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
 # What all optimizers of torch.optim have in their groups, at its default.
 TORCH_ONLY = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+# Keys that they keep in their groups and ours do not know, but for those that change what is
+# computed: `_refused_keys`.
+_FOREIGN = {*TORCH_ONLY, "decoupled_weight_decay", "capturable"} - {"maximize"}
 
 StateDict = dict[str, Any]
 

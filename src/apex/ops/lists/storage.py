@@ -174,6 +174,15 @@ class StepOptions(NamedTuple):
     dense: bool = False
     quantized: tuple[Quantized, ...] = ()
 
+    def on(self, device: torch.device) -> StepOptions:
+        """The same for launches on a device."""
+        factor, noop = self.factor, self.noop
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(device, non_blocking=True)
+        if noop is not None:
+            noop = noop.to(device, non_blocking=True)
+        return self._replace(factor=factor, noop=noop)
+
 
 DEFAULT_OPTIONS = StepOptions()
 
