@@ -109,36 +109,25 @@ def _torchs(
 ) -> torch.Tensor | None:
     """By the function that F.cross_entropy calls, which checks sizes and labels itself."""
     if (
-        labels.dtype == torch.int64  # floating ones would be probabilities
-        and logits.dim() == 2
-        and logits.dtype in FLOATS
-        and logits.numel() > 0
-        and 0.0 <= smoothing <= 1.0
+        labels.dtype != torch.int64  # floating ones would be probabilities
+        or logits.dim() != 2
+        or logits.dtype not in FLOATS
+        or not logits.numel()
+        or not 0.0 <= smoothing <= 1.0
     ):
-        x = logits if logits.dtype in WIDE else logits.float()
-        y: torch.Tensor = _of_torch(x, labels, None, 0, padding_idx, smoothing)  # 0: whole
-        return y
-    return None
+        return None
+    x = logits if logits.dtype in WIDE else logits.float()
+    y: torch.Tensor = _of_torch(x, labels, None, 0, padding_idx, smoothing)  # 0: whole
+    return y
 
 
 def _fitting(
-    logits: torch.Tensor, labels: Any, smoothing: float, padding_idx: int
-) -> tuple[torch.Tensor, torch.Tensor, float, int] | None:
-    if type(labels) is not torch.Tensor or logits.dim() != 2 or labels.dim() != 1:
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
+) -> tuple[Any, ...] | None:
+    fits = labels.dtype == torch.int64 and logits.dim() == 2 and labels.shape == logits.shape[:1]
+    if not fits or not 0.0 <= smoothing <= 1.0:
         return None
-    rows, classes = logits.shape
-    return (
-        (logits, labels, float(smoothing), int(padding_idx))
-        if (
-            labels.dtype == torch.int64
-            and labels.numel() == rows
-            and classes > 0
-            and logits.dtype in FLOATS
-            and labels.device == logits.device
-            and 0.0 <= smoothing <= 1.0
-        )
-        else None
-    )
+    return logits, labels, float(smoothing), int(padding_idx)
 
 
 # torch's stub of it is wrong in a type.
