@@ -144,7 +144,6 @@ NAMES = (
     Name("torch._dynamo.eval_frame.OptimizedModule", "see whether a compiled module runs",
          "overlap_param_sync waits in step() from the first compilation on", instead.Nothing),
     Name("torch._dynamo.config", "time compiled models", alias="dynamo_config"),
-    Name("torch._functorch.config", "time compiled backward passes", alias="functorch_config"),
     Name("torch._dynamo.graph_break", "change autocast in a compiled model", before="2.13"),
     Name("torch._guards.TracingContext", "see that AOTAutograd traces", before="2.13"),
     # -- modes, trees ------------------------------------------------------------------------------
@@ -179,10 +178,8 @@ NAMES = (
     Name("torch.utils.data.dataloader._BaseDataLoaderIter", _DEBUG, _NO_LINES, features=_SCRIPTS),
     Name("torch.UntypedStorage._expired", _CAPTURE,
          "it calls StorageWeakRef.expired: slower", instead.ABSENT),
-    Name("torch._C._storage_Use_Count", "use the memory of gradients again",
-         "each pass makes new float32 gradients: slower", instead.ABSENT),
-    Name("torch.Tensor._use_count", "use the memory of gradients again",
-         "each pass makes new float32 gradients: slower", instead.ABSENT),
+    Name("torch._C._storage_Use_Count", "see whether a weight has its memory alone",
+         "float32 weights are copied to be masters: more memory", instead.ABSENT),
     # -- distributed -------------------------------------------------------------------------------
     Name("torch.distributed.distributed_c10d._get_default_store", "wait for other ranks"),
     Name("torch.distributed.ProcessGroup._get_backend", "read a process group's time-out",

@@ -13,7 +13,7 @@ import torch
 from apex.amp.gradients.masters import master_params
 from apex.amp.gradients.overflow import Outcome
 from apex.amp.optimizer import state_of
-from apex.amp.scaler import SCALE
+from apex.amp.scale import SCALE
 from apex.ops.lists.tensor_lists import OWN_MEMORY, local
 
 
@@ -159,5 +159,5 @@ def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:
         )
     scaler = scalers[loss_id]
     return state.overflow.counts.outcome(
-        scaler._state[SCALE] if scaler.dynamic else scaler.loss_scale()
+        scaler.numbers[SCALE] if scaler.dynamic else scaler.loss_scale()
     )

@@ -17,14 +17,12 @@ import functools
 import types
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
-from apex._compat import private
 from apex.amp import checks, entries
-from apex.amp.casting import state as casts
+from apex.amp.casting import switches as casts
 from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
@@ -33,15 +31,14 @@ from apex.amp.gradients.ledger import Ledger, Pass, State
 from apex.amp.gradients.masters import Values
 from apex.amp.gradients.overflow import Overflow, SkippedStep
 from apex.amp.gradients.parameters import Parameters
+from apex.amp.gradients.skipping import MARK, SCALED, skipping_of
 from apex.amp.gradients.step_checks import ModelCheck, StepCheck
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 from apex.amp.training import Training, managed
 from apex.ops import _runtime
-from apex.ops.lists.storage import ScaledStep
 
 _PATCHED = ("step", "zero_grad", "add_param_group")
 _OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by old programs
-_MARK = "_step_supports_amp_scaling"
 
 
 class OptimizerState:
@@ -70,31 +67,30 @@ class OptimizerState:
         self.use_masters = use_masters
         self.superseded = False
         self.lazy_init_called = True
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         changed = weakref.WeakMethod(self._find_models_and_owners)
         self.params = params = Parameters(optimizer, use_masters, lambda: changed()())  # type: ignore[misc]
         asked = training.fused_step or not getattr(optimizer, "materialize_master_grads", True)
-        self.is_apexs = hasattr(optimizer, "step_scaled")  # of apex.optimizers
-        fused = FusedGradients(params) if asked and self.is_apexs else None
+        self.skipping = skipping = skipping_of(optimizer, params)
+        fused = FusedGradients(params) if asked and skipping.scales else None
         self.ledger = Ledger(params, training, fused)
         self.overflow = Overflow(
             training.verbosity, training.max_skipped_steps, overflows.counts_of(params.in_groups())
         )
-        self._takes_flag = self.is_apexs or bool(getattr(optimizer, _MARK, False))
         # Until an optimizer was seen to step the masters it was given; those of apex.optimizers do.
-        needs_check = use_masters and not self.is_apexs
+        needs_check = use_masters and not skipping.scales
         self._step_check = StepCheck(optimizer, params) if needs_check else None
         casts_model = training.properties.cast_model_type in HALF_TYPES
         check = ModelCheck(optimizer, params, training, had_views=had_views)
         self._model_check = check if casts_model else None
-        self._is_stepping = self._inner_is_skipped = False
+        self.is_stepping = self._inner_is_skipped = self._is_captured = False
         self.observer: Any = None  # a watch of apex.debug
         params.compare_groups(full)
         training.add_ledger(self.ledger)
         attributes: dict[str, Any] = {"_amp_stash": self}
         attributes.update(dict.fromkeys(_OLD_HOOKS, params.compare_groups))
         if use_masters:
-            attributes[_MARK] = True
+            attributes[MARK] = True
         methods = {name: getattr(self, name) for name in _PATCHED}
         self._replaced = Replaced(optimizer, methods, attributes)
         self._inner_step = self._replaced.inner["step"]
@@ -114,7 +110,7 @@ class OptimizerState:
 
     def detach(self) -> None:
         """Give the optimizer its own methods back, and the model's weights in its groups."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         managed.discard(optimizer)
         if optimizer is None or not self._replaced.is_on:
             return
@@ -169,7 +165,7 @@ class OptimizerState:
             ledger.warn_of_scaled()
         if params.weights:
             params.match_requires_grad()
-            params.reconcile(compare=not ledger.has_stepped)
+            params.reconcile(compare=not ledger.steps)
             params.expose()
             for record in params.records:
                 record.exposed[id(params)] = params
@@ -182,50 +178,64 @@ class OptimizerState:
         "A step at O2" in docs/how-it-works.md goes through it.
         """
         closure = args[0] if args else kwargs.get("closure")
-        self._refuse_step(has_closure=closure is not None)
-        ledger, is_captured = self.ledger, _runtime.capturing()
-        if is_captured or ledger.is_captured:
-            self._refuse_part()
-        if self.overflow.sent:
-            self.overflow.log_reports()
-        if closure is not None:
-            return self._step_with(closure, args, kwargs)
-        # Gradients: unscaled, where the step looks for them; or left scaled for a fused step.
-        scaled = self._take_scaled() if ledger.state is State.FOR_STEP else None
-        passes, is_new = ledger.take_passes(collect=scaled is None)
-        # Who decides whether to skip: the device where the kernels of the step can, else the host.
-        noop = self._defer(passes, is_new=is_new) if passes and self._takes_flag else None
-        if noop is None:
-            if is_captured:
-                self._refuse_read(passes)
-            report = self.overflow.read(passes, is_new=is_new)
-            if self.observer is not None:
-                self._tell(report, passes, is_new=is_new)
-            if report is not None:
-                self._skip(report, passes, is_fused=scaled is not None)
-                return None
-        given = self._given(scaled, noop) if self._takes_flag else {}
+        given = self._decide(has_closure=closure is not None)
+        if given is None:  # skipped
+            return None
         known = self._own_hooks + captures.hooks
         is_closed = self._is_closed and sum(map(len, self._hooks)) == known
-        is_written, inside = False, None if is_closed else self._watch_inside()
-        self._is_stepping = True
+        # Else code of the program may run in it, which matters where there are masters.
+        inside = None if is_closed or not self.params.weights else InsideStep(self.params)
+        off, scaled, is_written = casts.off(), given.get(SCALED), False
+        if closure is not None:
+            args = self._evaluated(closure, off, inside), *args[1:]
+            kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
+        self.is_stepping = True
         try:
-            with casts.off():
+            with off:
                 if given or inside or self._step_check is not None or self._model_check is not None:
                     result = self._step_given(given, args, kwargs, inside)
                 else:
                     result = self._inner_step(*args, **kwargs)
-            is_written = "_scaled_step" in given and bool(given["_scaled_step"].copies)
+            is_written = scaled is not None and bool(scaled.copies)
         finally:  # an error in the step or in a hook ends it too
-            self._is_stepping = False
+            self.is_stepping = False
             casts.forget_weights()
-            if scaled is not None and ledger.fused is not None:
-                ledger.fused.free()
-            ledger.after_step(is_taken=True, is_written=is_written, inside=inside)
+            if scaled is not None and scaled.grads is not None:
+                self.ledger.fused.free()  # type: ignore[union-attr]
+            self.ledger.after_step(is_taken=True, is_written=is_written, inside=inside)
         return result
 
+    def _decide(self, *, has_closure: bool, is_inner: bool = False) -> dict[str, Any] | None:
+        """Decide whether to skip a step; ``is_inner``: of the optimizer inside of a wrapper.
+
+        Returns what the optimizer's own step is given, see :mod:`~apex.amp.gradients.skipping`;
+        ``None`` where the host has skipped it.
+        """
+        self._refuse_step(has_closure=has_closure)
+        by_device = self.skipping.takes_flag and not is_inner and not has_closure
+        ledger, watch, scaled, noop = self.ledger, self.observer, None, None
+        if by_device and ledger.state is State.FOR_STEP:
+            scaled = ledger.take_for_step()  # else gradients are unscaled, where the step looks
+        passes, is_new = ledger.take_passes(collect=scaled is None)
+        flags = [one.found_inf for one in passes] if by_device and watch is None else []
+        if flags and self.skipping.may_defer(flags):
+            noop = self.overflow.defer(passes, is_new=is_new)
+            ledger.leave(passes)
+        else:
+            if self._is_captured:
+                self._refuse_read(passes)
+            report = self.overflow.read(passes, is_new=is_new)
+            # The watch looks before gradients are freed. What is not new, it has seen.
+            if watch is not None and is_new and self.training.is_dynamic():
+                scale = float(passes[0 if report is None else report.place].scale)
+                watch.stepped(self.optimizer(), report is not None, scale)
+            if report is not None:
+                self._skip(report, passes, is_fused=scaled is not None)
+                return None
+        return self.skipping.given(noop, scaled) if by_device else {}
+
     def _refuse_step(self, *, has_closure: bool) -> None:
-        if self._is_open():
+        if self.ledger.state is State.OPEN or (self.training.shared and self._is_open()):
             raise RuntimeError(
                 "amp: step() was called inside the scale_loss block, where gradients are still "
                 "scaled. Call it after the block."
@@ -242,7 +252,12 @@ class OptimizerState:
                 "skipped after the closure ran. Use a static loss_scale (or O4, O5), or call "
                 "backward before step()."
             )
-        optimizer = self._optimizer()
+        self._is_captured = _runtime.capturing()
+        if self._is_captured or self.ledger.is_captured:
+            self._refuse_part()
+        if self.overflow.sent:
+            self.overflow.log_reports()
+        optimizer = self.optimizer()
         if self.use_masters and getattr(optimizer, "found_inf", None) is not None:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
             raise RuntimeError(
@@ -258,58 +273,28 @@ class OptimizerState:
         if block is None or block is self.overflow.counts.are_captured():
             return
         if self.training.is_dynamic() or self.params.weights or self.ledger.fused is not None:
-            captures.refuse_part(self._optimizer(), block=block)
+            captures.refuse_part(self.optimizer(), block=block)
 
     def _refuse_read(self, passes: list[Pass]) -> None:
         """Refuse the capture of a step that the host decides."""
         self.overflow.counts.check_capture()
         watched = self.observer is not None
         if passes or watched:
-            optimizer = self._optimizer()
-            captures.refuse_read(optimizer, takes_flag=self._takes_flag, is_watched=watched)
+            takes_flag = self.skipping.takes_flag
+            captures.refuse_read(self.optimizer(), takes_flag=takes_flag, is_watched=watched)
 
-    def _take_scaled(self) -> ScaledStep | None:
-        """What a fused step reads; hooks before the step see gradients unscaled, and so does it."""
-        hooks = getattr(self._optimizer(), "_optimizer_step_pre_hooks", None)
-        if hooks or private.global_optimizer_pre_hooks:
-            self.ledger.unscale_delayed()
-        return self.ledger.take_for_step()
+    def _evaluated(self, closure: Any, off: casts.off, inside: InsideStep | None) -> Any:
+        """A closure of the program, around which all is as it is outside of a step."""
 
-    def _defer(self, passes: list[Pass], *, is_new: bool) -> torch.Tensor | None:
-        """Leave it to the device whether to skip; ``None`` where the host has to decide."""
-        flags = [one.found_inf for one in passes]
-        is_late = all([flag is not None and overflows.runs_behind(flag.device) for flag in flags])
-        if not is_late or self.observer is not None:
-            return None
-        if not self.is_apexs and captures.may_leave_uninitialized(self._optimizer()):
-            return None
-        noop = self.overflow.defer(passes, is_new=is_new)
-        self.ledger.leave(passes)
-        return noop
+        def evaluate() -> Any:
+            if inside is None:
+                self.params.write()  # the optimizer may have moved the masters since
+            with off.lifted(), contextlib.nullcontext() if inside is None else inside.paused():
+                loss = closure()
+            self.ledger.collect()
+            return loss
 
-    def _tell(self, report: SkippedStep | None, passes: list[Pass], *, is_new: bool) -> None:
-        """Tell a watch what the host has decided, before gradients are freed.
-
-        It has seen what is not ``is_new``: gradients of a step that was skipped before.
-        """
-        if is_new and self.training.is_dynamic():
-            scale = float(passes[0 if report is None else report.place].scale)
-            self.observer.stepped(self._optimizer(), report is not None, scale)
-
-    def _given(self, scaled: ScaledStep | None, noop: torch.Tensor | None) -> dict[str, Any]:
-        """The attributes by which an optimizer takes a flag, for its step."""
-        if not self.is_apexs:
-            return {} if noop is None else {"grad_scale": None, "found_inf": noop}
-        if scaled is not None:
-            return {"_scaled_step": replace(scaled, noop=noop)}
-        copies = self.params.for_kernel() if self.params.weights else None
-        if copies or noop is not None:
-            return {"_scaled_step": ScaledStep(1.0, noop, copies)}
-        return {}
-
-    def _watch_inside(self) -> InsideStep | None:
-        """Watch a step in which code of the program may run, where there are masters."""
-        return InsideStep(self.params) if self.params.weights else None
+        return evaluate
 
     def _step_given(
         self, given: dict[str, Any], args: Any, kwargs: Any, inside: InsideStep | None
@@ -318,10 +303,10 @@ class OptimizerState:
         check = None if given else self._step_check
         watch = self.observer
         if (check or (self._model_check and not self.params.records)) and _runtime.capturing():
-            captures.refuse_check(self._optimizer())
+            captures.refuse_check(self.optimizer())
         if check is not None:
             check.begin()
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         try:
             if optimizer is not None:
                 vars(optimizer).update(given)
@@ -338,61 +323,27 @@ class OptimizerState:
             self._model_check = None
         return result
 
-    def _step_with(self, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self._own_hooks + captures.hooks
-        is_closed = self._is_closed and sum(map(len, self._hooks)) == known
-        off, inside = casts.off(), None if is_closed else self._watch_inside()
-
-        def evaluate() -> Any:
-            if inside is None:
-                self.params.write()  # the optimizer may have moved the masters since
-            with off.lifted(), contextlib.nullcontext() if inside is None else inside.paused():
-                loss = closure()
-            self.ledger.collect()
-            return loss
-
-        self.ledger.collect()
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        self._is_stepping = True
-        try:
-            with off:
-                result = self._step_given({}, (evaluate, *args[1:]), rest, inside)
-            self.overflow.read([])  # taken
-        finally:
-            self._is_stepping = False
-            casts.forget_weights()
-            self.ledger.after_step(is_taken=True, inside=inside)
-        return result
-
     def before_inner_step(self, inner: Any, *, has_closure: bool) -> None:
         """Have a step of the optimizer inside of a wrapper skipped or refused, as the wrapper's."""
-        if self._is_stepping:
+        if self.is_stepping:
             return
-        self._refuse_step(has_closure=has_closure)
-        self._refuse_part()
         if has_closure and self.use_masters:
+            self._refuse_step(has_closure=True)
             raise RuntimeError(
                 f"amp: step(closure) of the {type(inner).__name__} inside of a "
-                f"{type(self._optimizer()).__name__} was called. Its closure would run before the "
+                f"{type(self.optimizer()).__name__} was called. Its closure would run before the "
                 "masters are written to the model. Call step(closure) of the object that was "
                 "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
             )
-        passes, is_new = self.ledger.take_passes()
-        if _runtime.capturing():
-            self._refuse_read(passes)
-        report = self.overflow.read(passes, is_new=is_new)
-        if self.observer is not None:
-            self._tell(report, passes, is_new=is_new)
-        self._inner_is_skipped = report is not None
-        if report is None:
+        self._inner_is_skipped = self._decide(has_closure=has_closure, is_inner=True) is None
+        if not self._inner_is_skipped:
             return
-        self._skip(report, passes, is_fused=False)
         for param in self.params.stepped:
             param.grad = None  # so that the step changes nothing
 
     def after_inner_step(self) -> None:
         """Write the masters to the model after a step of the optimizer inside of a wrapper."""
-        if not self._is_stepping and not self._inner_is_skipped:
+        if not self.is_stepping and not self._inner_is_skipped:
             casts.forget_weights()
             self.ledger.after_step(is_taken=True)
 
@@ -400,7 +351,7 @@ class OptimizerState:
         self.ledger.leave(passes)
         self.overflow.log(report)
         # Let torch's schedulers count a skipped step as taken, on a wrapped optimizer too.
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         for one in () if optimizer is None else (optimizer, *vars(optimizer).values()):
             if one is optimizer or isinstance(one, torch.optim.Optimizer):
                 setattr(one, "_opt_called", True)  # noqa: B010  # torch's types have no such name
@@ -434,7 +385,7 @@ class OptimizerState:
 
     def add_param_group(self, group: Any) -> None:
         """The optimizer's own; 16-bit weights in the new group get masters."""
-        checks.check_groups(self._optimizer(), [group], "add_param_group")
+        checks.check_groups(self.optimizer(), [group], "add_param_group")
         self._replaced.inner["add_param_group"](group)
         self.params.compare_groups()
 

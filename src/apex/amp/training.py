@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from apex.amp.policy import Properties
-from apex.amp.scaler import LossScaler
+from apex.amp.levels import Properties
+from apex.amp.scale import Scale
 from apex.amp.unnoticed import Unnoticed
 
 moments = itertools.count(1)  # of new trainings and of passes, to tell which was first
@@ -35,7 +35,7 @@ class Training:
     """
 
     properties: Properties
-    loss_scalers: list[LossScaler]
+    loss_scalers: list[Scale]
     verbosity: int
     max_skipped_steps: int
     casts_functions: bool = False
@@ -75,7 +75,7 @@ class Training:
         """Whether one of its scales is."""
         return any([scaler.dynamic for scaler in self.loss_scalers])
 
-    def shown_scalers(self) -> list[LossScaler]:
+    def shown_scalers(self) -> list[Scale]:
         """What ``_amp_state.loss_scalers`` is while this is the newest training.
 
         Those that a checkpoint has, but until the next ``scale_loss`` those that were just made:
@@ -113,8 +113,7 @@ class Training:
 
     def weights_without_optimizer(self) -> list[torch.Tensor]:
         """The weights of the models of which no optimizer that amp manages has any."""
-        states = [optimizer._amp_stash for optimizer in list(managed)]
-        stepped = set[int]().union(*[state.params.ids for state in states])
+        stepped = set[int]().union(*[state.params.ids for state in managed_states()])
         models = [model for reference, _ in self._models if (model := reference()) is not None]
         weights = [list(model.parameters()) for model in models]
         return [w for own in weights if stepped.isdisjoint(map(id, own)) for w in own]
@@ -122,7 +121,7 @@ class Training:
     def is_over(self) -> bool:
         """Whether none of its optimizers, or of its models where it has none, is left to amp."""
         if self._ledgers:
-            return not any([one._amp_stash.training is self for one in list(managed)])
+            return not any([state.training is self for state in managed_states()])
         return all(reference() is None for reference, _ in self._models)
 
     def name_of(self, weight: torch.Tensor | None) -> str:
@@ -143,6 +142,11 @@ managed: weakref.WeakSet[Any] = weakref.WeakSet()  # that carry a record of amp
 disabled: weakref.WeakSet[Any] = weakref.WeakSet()  # that a disabled initialize was given
 
 
+def managed_states() -> list[Any]:
+    """The records of all optimizers that amp manages, of type ``OptimizerState``."""
+    return [optimizer._amp_stash for optimizer in list(managed)]
+
+
 def is_disabled(optimizer: Any) -> bool:
     """Whether ``optimizer`` was passed to an ``initialize`` with ``enabled=False``."""
     try:
@@ -153,8 +157,7 @@ def is_disabled(optimizer: Any) -> bool:
 
 def alive() -> list[Training]:
     """The trainings with an optimizer that can be stepped, oldest first."""
-    states = [optimizer._amp_stash for optimizer in list(managed)]
-    trainings = {state.training for state in states if not state.superseded}
+    trainings = {state.training for state in managed_states() if not state.superseded}
     return sorted(trainings, key=lambda one: one.made)
 
 

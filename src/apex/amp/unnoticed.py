@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients.tensors import stored_values
 from apex.ops import _runtime
 from apex.ops.lists.tensor_lists import local
@@ -57,7 +57,7 @@ def is_outside(training: Any, ledger: Any) -> bool:
 
 
 def _scales(training: Any) -> bool:
-    return any([one.dynamic or one._static != 1.0 for one in training.loss_scalers])
+    return any([one.dynamic or one.static != 1.0 for one in training.loss_scalers])
 
 
 @dataclass(eq=False)

@@ -38,16 +38,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from apex._program import stacklevel
-from apex.amp.gradients import distributed
-from apex.amp.gradients.distributed import ForwardRecord
+from apex._compat.program import stacklevel
+from apex.amp.gradients import agreement
+from apex.amp.gradients.forwards import ForwardRecord, are_reduced
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
+from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.gradients.stash import Stash
-from apex.amp.gradients.tensors import accumulate
-from apex.amp.scaler import LossScaler
+from apex.amp.gradients.tensors import accumulate, any_grad, grads_of
+from apex.amp.scale import Scale
 from apex.amp.training import Training
 from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
@@ -98,7 +98,7 @@ class Pass:
         outcome: What ``check_again`` has found for another optimizer of the block.
     """
 
-    scaler: LossScaler
+    scaler: Scale
     index: int
     ledgers: list[Ledger]
     loss: torch.Tensor
@@ -163,8 +163,8 @@ class Pass:
             if ledger.stash:
                 ledger.stash.refuse_written()
         records = self._records()
-        self.synchronised = distributed.are_reduced(records)
-        self.is_final = distributed.is_final(self.ledgers, records)
+        self.synchronised = are_reduced(records)
+        self.is_final = agreement.is_final(self.ledgers, records)
         for record in records:
             record.is_used = True
         is_captured = _runtime.waits(self.loss.device) and _runtime.capturing()
@@ -205,7 +205,7 @@ class Pass:
         for ledger in training.co_owners(self.ledgers) if training.shared else ():
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
-            flag = found_inf if self.is_final else distributed.agree_(found_inf, self.ledgers)
+            flag = found_inf if self.is_final else agreement.agree_(found_inf, self.ledgers)
             self.scaler.finish_pass(flag, check=check)
 
 
@@ -222,13 +222,13 @@ class Ledger:
         passes: Unscaled ones since the last step, for the next one to look at.
         left: Those of the last step, if it was skipped or a device has decided that; their
             gradients may still be there.
-        has_stepped: Whether a step was taken or skipped: before it, weights are compared by value.
         had_grads: Whether the last pass left gradients, where there is a ``process_group``.
         is_unreduced: Whether passes of ``no_sync()`` were unscaled since the last step.
         is_captured: Whether the last block was captured in a CUDA graph; ``None`` after a step.
         in_graphs: Gradients that were put aside in captures: the graphs read and write them.
         began: How many times a block was opened or gradients were cleared.
-        steps: How many steps were taken or skipped, as far as the host has made them.
+        steps: How many steps were taken or skipped, as far as the host has made them. Before the
+            first one, weights are compared by value.
         stepped_in: The thread that made the last one.
         scaled_elsewhere: Weights with the gradients that a block without this optimizer has
             written, scaled, and the versions of these.
@@ -243,7 +243,6 @@ class Ledger:
     stash: Stash = field(default_factory=Stash)
     passes: list[Pass] = field(default_factory=list)
     left: Left = field(default_factory=Left)
-    has_stepped: bool = False
     had_grads: bool = False
     is_unreduced: bool = False
     is_captured: bool | None = None
@@ -291,10 +290,10 @@ class Ledger:
             self.fused.give_zeros()
         params.drop_cleared()
         is_cleared = params.are_cleared() and not any_grad(params.plain)
-        if is_cleared and distributed.may_forget(self):
+        if is_cleared and agreement.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
-                    one.scaler.finish_pass(distributed.agree_(one.found_inf, [self]))
+                    one.scaler.finish_pass(agreement.agree_(one.found_inf, [self]))
             self.passes.clear()
 
     def take_passes(self, *, collect: bool = True) -> tuple[list[Pass], bool]:
@@ -336,7 +335,7 @@ class Ledger:
             flags = [one.found_inf for one in late if one.found_inf is not None]
             found_inf = torch.stack(flags).amax()
         assert found_inf is not None
-        distributed.agree_(found_inf, [self])
+        agreement.agree_(found_inf, [self])
         for one in {one.scaler: one for one in late}.values():
             before = one.outcome  # of another optimizer of the block
             one.scaler.finish_pass(found_inf, before=before)
@@ -421,13 +420,10 @@ class Ledger:
         if done:
             plain = [tensor for tensor in plain if id(tensor) not in done]
         done |= params.ids
-        found_inf, widened = unscale_into(
-            grads_of(plain), pairs, shared, scale, is_captured=bool(self.is_captured)
-        )
+        found_inf, widened = unscale_into(grads_of(plain), pairs, shared, scale)
         if widened:
             accumulate(widened)
         if params.weights:
-            params.are_freed = False
             params.clear_before_next_forward()
         if self.stash:
             self.stash.add(params.for_stepped(self.stash))
@@ -445,7 +441,7 @@ class Ledger:
         old = self.scaled
         if old is None or old is not new.ledgers[0].scaled or set(old.ledgers) != set(new.ledgers):
             return False
-        static = new.scaler._static
+        static = new.scaler.static
         if old.scaler is not new.scaler and (static is None or static != old.scale):
             return False
         return self.fused is None or self.state is State.DELAYED or self.fused.can_continue()
@@ -474,8 +470,12 @@ class Ledger:
         for ledger in self.with_co_owners() if shared else (self,):
             if ledger.scaled is not None:
                 ledger.unscale_delayed()
-        if self.params.collect(shared, compare=not self.has_stepped):
-            self._warn(_EDITED)
+        params = self.params
+        params.compare_groups()
+        if params.weights:
+            params.reconcile(compare=not self.steps)
+            if params.take_new(shared):
+                self._warn(_EDITED)
 
     def _warn(self, text: str) -> None:
         """Warn once; of what the caller of ``scale_loss``, ``step`` or clipping has done."""
@@ -499,7 +499,7 @@ class Ledger:
         params = self.params
         self.is_unreduced = False
         self.is_captured = None
-        self.has_stepped, self.steps = True, self.steps + 1
+        self.steps += 1
         self.stepped_in = threading.get_ident()
         if inside is not None:
             inside.finish()
@@ -527,14 +527,19 @@ class Ledger:
             self.params.zero_grad(set_to_none=set_to_none)
 
     def take_for_step(self) -> ScaledStep | None:
-        """What a fused step reads, and ``UNSCALED`` from now on; ``None`` where it reads grads."""
+        """What a fused step reads, and ``UNSCALED`` from now on; ``None`` where it reads grads.
+
+        Hooks before the step see gradients unscaled, and so does the step then.
+        """
         scaled, fused = self.scaled, self.fused
+        if self.params.has_pre_hooks():
+            self.unscale_delayed()
         if scaled is None or fused is None or self.state is not State.FOR_STEP:
             return None
-        options, found_inf = fused.options_of_step(compare=not self.has_stepped)
+        options, found_inf = fused.options_of_step(compare=not self.steps)
         self.scaled, self.state = None, State.UNSCALED
         self.params.clear_before_next_forward()
         if found_inf is not None:
             scaled.is_final = True  # the gradients were read just now
-            scaled.note_flag(distributed.agree_(found_inf, scaled.ledgers))
+            scaled.note_flag(agreement.agree_(found_inf, scaled.ledgers))
         return options

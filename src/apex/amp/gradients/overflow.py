@@ -19,7 +19,7 @@ import torch
 from apex.amp import _speech
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.gradients.tensors import stored_values
-from apex.amp.scaler import SCALE
+from apex.amp.scale import SCALE
 from apex.ops import _runtime
 from apex.ops._async_copy import AsyncCopy as AsyncCopy
 from apex.ops.lists.tensor_lists import local
@@ -88,8 +88,8 @@ class Overflow:
         # have none, and are not. So no value is None (the condition is for the type checker): each
         # flag has its scaler's scale behind it. All go to the host in one transfer, which waits for
         # the device: two for each pass would wait as many times.
-        device = passes[0].scaler._state.device
-        values = [value for one in passes for value in (one.found_inf, one.scaler._state[SCALE])]
+        device = passes[0].scaler.numbers.device
+        values = [value for one in passes for value in (one.found_inf, one.scaler.numbers[SCALE])]
         flags = torch.stack([v.to(device, non_blocking=True) for v in values if v is not None])
         numbers = flags.tolist()
         for index, one in enumerate(passes):
@@ -114,7 +114,7 @@ class Overflow:
         taken = noop == 0
         self.counts.count(taken)
         skipped = self.counts.in_a_row.to(device, torch.float32, non_blocking=True)
-        scales = [one.scaler._state[SCALE].to(device, non_blocking=True) for one in passes]
+        scales = [one.scaler.numbers[SCALE].to(device, non_blocking=True) for one in passes]
         copy = AsyncCopy(torch.stack([skipped, *flags, *scales]))
         if copy.arrives:
             self.sent.append(([one.index for one in passes], is_new, copy))
@@ -235,7 +235,7 @@ class TakenSteps:
 
     def _set(self, numbers: torch.Tensor) -> None:
         """Have the counts in ``numbers``: taken, all steps, skipped in a row."""
-        self._numbers = numbers
+        self.numbers = numbers
         self._taken, self._steps, self._in_a_row = numbers.unbind()
         self._taken_and_steps, self._steps_and_in_a_row = numbers[:2], numbers[1:]
 
@@ -245,7 +245,7 @@ class TakenSteps:
         Raises:
             RuntimeError: A CUDA graph is being captured, and the counts are on the CPU.
         """
-        if isinstance(taken, torch.Tensor) and self._numbers.device != taken.device:
+        if isinstance(taken, torch.Tensor) and self.numbers.device != taken.device:
             taken = self._meet(taken)
         if isinstance(taken, torch.Tensor):
             self._may_be_in_a_row = True
@@ -262,20 +262,20 @@ class TakenSteps:
 
     def _meet(self, taken: torch.Tensor) -> torch.Tensor:
         """Bring counts that are on the CPU to the flag, else the flag to them."""
-        if self._numbers.device.type != "cpu":
-            return taken.to(self._numbers.device, non_blocking=True)
+        if self.numbers.device.type != "cpu":
+            return taken.to(self.numbers.device, non_blocking=True)
         self.check_capture()
         with torch.inference_mode(False):
-            self._set(self._numbers.to(taken.device, non_blocking=True))
+            self._set(self.numbers.to(taken.device, non_blocking=True))
         return taken
 
     def are_captured(self) -> bool:
         """Whether a step that is counted now is in the capture of a CUDA graph."""
-        return _runtime.waits(self._numbers.device) and _runtime.capturing()
+        return _runtime.waits(self.numbers.device) and _runtime.capturing()
 
     def check_capture(self) -> None:
         """Raise ``RuntimeError`` if a graph is being captured and the counts are on the CPU."""
-        if not _runtime.waits(self._numbers.device) and _runtime.capturing():
+        if not _runtime.waits(self.numbers.device) and _runtime.capturing():
             raise RuntimeError(
                 "amp: a step was captured in a CUDA graph, and the counts of amp.outcome are on "
                 "the CPU, where replays could not count. Move the model to the GPU before "
@@ -295,7 +295,7 @@ class TakenSteps:
 
     def outcome(self, scale: torch.Tensor | float) -> Outcome:
         """Copies of the counts, with ``scale``, on the device of the counts or of the scale."""
-        device = self._numbers.device
+        device = self.numbers.device
         if isinstance(scale, torch.Tensor) and device.type == "cpu":
             device = scale.device
         if isinstance(scale, torch.Tensor):

@@ -26,7 +26,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from apex._compat import private
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients import captures
 from apex.amp.gradients.masters import table
 from apex.amp.graphs import arguments as kinds
@@ -35,7 +35,7 @@ from apex.amp.graphs.followed import Followed, is_settled, state_to_capture
 from apex.amp.graphs.probe import Probe, describe
 from apex.amp.graphs.reports import Reports
 from apex.amp.graphs.snapshot import Snapshot
-from apex.amp.training import is_disabled, managed
+from apex.amp.training import is_disabled, managed_states
 from apex.ops import _runtime
 
 _Results = TypeVar("_Results")
@@ -306,10 +306,8 @@ class CapturedStep(Generic[_Results]):
         calls = f"{self.calls} calls, {self.replays} of them replays"
         if self._why:
             return f"<amp.capture of {self._name}: {calls}; no graph: {self._why}>"
-        if self._graph is None:
-            return f"<amp.capture of {self._name}: {calls}; not captured yet>"
-        size = self._device_graph.pool_size() / 2**20
-        return f"<amp.capture of {self._name}: {calls}; a graph, whose pool has {size:.1f} MiB>"
+        graph = "not captured yet" if self._graph is None else "a graph"
+        return f"<amp.capture of {self._name}: {calls}; {graph}>"
 
 
 @contextlib.contextmanager
@@ -320,11 +318,11 @@ def _stepped() -> Iterator[list[Any]]:
 
     def note(optimizer: Any, *arguments: object) -> None:
         if threading.get_ident() == thread and not any(
-            [one._amp_stash._is_stepping for one in list(managed)]
+            [state.is_stepping for state in managed_states()]
         ):
             found.append(optimizer)  # which amp does not manage
 
-    before = {id(one): one._amp_stash.ledger.steps for one in list(managed)}
+    before = {state: state.ledger.steps for state in managed_states()}
     hook = torch_optimizer.register_optimizer_step_post_hook(note)
     captures.hooks += 1
     try:
@@ -332,8 +330,10 @@ def _stepped() -> Iterator[list[Any]]:
     finally:
         captures.hooks -= 1
         hook.remove()
-    ledgers = [(one, one._amp_stash.ledger) for one in list(managed)]
-    found += [o for o, x in ledgers if x.steps != before.get(id(o), 0) and x.stepped_in == thread]
+    for state in managed_states():
+        ledger = state.ledger
+        if ledger.steps != before.get(state, 0) and ledger.stepped_in == thread:
+            found.append(state.optimizer())
     if not found:
         raise RuntimeError(
             "amp.capture: the function has stepped no optimizer. Pass a whole training step: "
@@ -343,6 +343,6 @@ def _stepped() -> Iterator[list[Any]]:
 
 def _device_graph() -> Any:
     """The graph of the first GPU that has parameters which amp manages; ``None`` without one."""
-    params = [p for one in list(managed) for p in one._amp_stash.params.stepped]
+    params = [p for state in managed_states() for p in state.params.stepped]
     device = next((param.device for param in params if devices.has_graphs(param.device)), None)
     return None if device is None else devices.DeviceGraph(device)

@@ -32,7 +32,7 @@ from apex._compat import private
 from apex.amp.gradients import captures
 from apex.amp.gradients.ledger import Pass
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import addresses
+from apex.amp.gradients.tensors import addresses
 from apex.amp.optimizer import OptimizerState, optimizers_inside, state_of
 from apex.amp.training import Training
 
@@ -42,7 +42,7 @@ _MODE, _GRAD, _REQUIRES_GRAD = (
     attrgetter("requires_grad"),
 )
 _OF_SCALER = {
-    "_static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
+    "static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
     "_backoff_factor": "backoff_factor", "_min_loss_scale": "min_loss_scale",
     "_max_loss_scale": "max_loss_scale",
 }  # fmt: skip
@@ -368,7 +368,7 @@ class Followed:
         """
         self.follow()
         for group, state in self._groups:
-            if state.is_apexs and type(group.get("step")) is int:
+            if state.skipping.scales and type(group.get("step")) is int:
                 step, device = group["step"], group["params"][0].device
                 group["step"] = torch.full((1,), step, dtype=torch.int32, device=device)
         before = [rate.group["lr"] for rate in self._rates]
@@ -400,14 +400,14 @@ class Followed:
 
 def _reads_tensor(group: dict[str, Any], state: OptimizerState) -> bool:
     """Whether a step reads a learning rate on the device; torch's others would wait for it."""
-    reads = state.is_apexs or group.get("fused") or group.get("capturable")
+    reads = state.skipping.scales or group.get("fused") or group.get("capturable")
     return bool(reads) and group.get("lr") is not None
 
 
 def is_settled(states: Iterable[OptimizerState]) -> bool:
     """Whether the optimizers have all state, so that the host decides nothing any more."""
-    own = [one for one in states if one.training.is_dynamic() and not one.is_apexs]
-    return not any([captures.may_leave_uninitialized(one._optimizer()) for one in own])
+    own = [one for one in states if one.training.is_dynamic() and not one.skipping.scales]
+    return not any([captures.may_leave_uninitialized(one.optimizer()) for one in own])
 
 
 def state_to_capture(optimizer: Any) -> OptimizerState:
@@ -439,9 +439,9 @@ def state_to_capture(optimizer: Any) -> OptimizerState:
             "amp.capture: ranks hold parts of the model (FSDP, a DTensor, process_group=...). "
             "Steps of several ranks are not captured yet. Call the function without amp.capture."
         )
-    if state.training.is_dynamic() and not state._takes_flag:
+    if state.training.is_dynamic() and not state.skipping.takes_flag:
         captures.refuse_read(optimizer, takes_flag=False, is_watched=False)
-    if not state.is_apexs and optimizer.defaults.get("capturable") is False:
+    if not state.skipping.scales and optimizer.defaults.get("capturable") is False:
         raise RuntimeError(
             f"amp.capture: {name} counts its steps on the host, where replays would not count. "
             f"Make it with capturable=True ({name}(..., fused=True, capturable=True))."

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex._compat import private
 from apex._compat.private import tree_leaves
-from apex.amp.gradients.parameters import addresses
+from apex.amp.gradients.tensors import addresses
 from apex.amp.graphs import names as reached
 from apex.amp.graphs.followed import (
     READ,
@@ -32,7 +32,7 @@ from apex.amp.graphs.followed import (
     state_to_capture,
     tensors_of,
 )
-from apex.amp.training import alive, managed
+from apex.amp.training import alive, managed, managed_states
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _APEX = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -87,7 +87,7 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         modules = modules_of(alive())
         self._trained = [(one, one.requires_grad) for one in tensors_of(modules)]
         self._values = Values(_unwritten(arguments, modules))
-        states = [one._amp_stash.params for one in list(managed)]
+        states = [state.params for state in managed_states()]
         weights = [weight for one in states for weight in (*one.targets, *one.tensors)]
         self._grads = {id(one): one.grad for one in weights if one.grad is not None}
         self._memory = set(addresses(list(self._grads.values())))

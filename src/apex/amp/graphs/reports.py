@@ -39,8 +39,8 @@ class Reports:
         arrived = [] if self._sent is None else self._sent.read()
         if arrived is None:
             return
-        states = [(one.overflow, one.training.loss_scalers[0]._state) for one in self._states]
-        sent = [x for one, scale in states for x in (one.counts._numbers.float(), scale[:1])]
+        states = [(one.overflow, one.training.loss_scalers[0].numbers) for one in self._states]
+        sent = [x for one, scale in states for x in (one.counts.numbers.float(), scale[:1])]
         copy = overflow.AsyncCopy(torch.cat(sent))
         self._sent = copy if copy.arrives else None
         for place, state in zip(range(0, len(arrived), 4), self._states, strict=False):

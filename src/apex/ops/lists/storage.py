@@ -7,7 +7,8 @@
 | ``"kahan"`` | bfloat16 | its rounding error, bfloat16 | 4 | what 16 significant bits round away |
 | ``"stochastic"`` | bfloat16 | | 2 | nothing on average |
 
-A float32 master of a 16-bit model weight is plain storage with a copy: 6 bytes.
+A float32 master of a 16-bit model weight is plain storage with a copy: 6 bytes. ``"auto"`` is
+``"low_bits"`` for bfloat16 weights and ``"plain"`` for the others of the same optimizer.
 
 The update does not depend on the storage. A storage turns columns into float32 values before the
 update, and new values into columns after it: in plain PyTorch here, and in the same kernel launch
@@ -21,12 +22,14 @@ also give stochastic rounding.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from apex.ops.lists.dither import Dither
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.quantized import Quantized
 from apex.ops.lists.tensor_lists import Scalar, TensorList
@@ -49,6 +52,8 @@ class Storage:
         column: What an optimizer's state calls that column.
         seeded: Whether the kernel draws numbers, from a seed on the device: a CUDA graph that is
             replayed draws another one each time.
+        write: ``(float32 value, weight, what is stored with it)``: writes what ``narrow`` returns,
+            in fewer passes, and may write into the value; ``None`` where there is no such way.
     """
 
     name: str
@@ -59,10 +64,13 @@ class Storage:
     extra: torch.dtype | None = None
     column: str | None = None
     seeded: bool = False
+    write: Callable[..., None] | None = None
 
-    def codec(self, quantized: tuple[Quantized, ...] = ()) -> Codec:
+    def codec(self, quantized: tuple[Quantized, ...] = (), dither: Dither | None = None) -> Codec:
         """How columns are stored: gradients, weights, states, what is stored with weights."""
-        return replace(self._codec, quantized=quantized) if quantized else self._codec
+        if not quantized and dither is None:
+            return self._codec
+        return replace(self._codec, quantized=quantized, dither=dither)
 
     @functools.cached_property
     def _codec(self) -> Codec:
@@ -102,11 +110,31 @@ def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     A zero beside negative low bits, which :func:`split_bits` never makes, is a zero that was
     written over a weight: the bits are ignored, for joined they are nan.
     """
+    if high.is_cpu:  # 0.5 ns a value, 4.8 by what follows (one thread)
+        joined = high.float()
+        joined.view(torch.int32).add_(low)
+        if _is_finite(joined):
+            return joined
     top = high.view(torch.int16)
-    # CPU: 0.3 ms for 2**19 values, 1.0 with torch.where((high == 0) & (low < 0), ...).
     is_not_zero = top.bitwise_and(0x7FFF).clamp(max=1)
     low = low.clamp(min=0) + low.clamp(max=0) * is_not_zero
     return ((top.to(torch.int32) << 16) + low).view(torch.float32)
+
+
+def _write_bits(value: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> None:
+    """Write what :func:`split_bits` returns, without its copies; the value is overwritten."""
+    if value.is_cpu and _is_finite(value):
+        bits = value.view(torch.int32)
+        low.copy_(bits)
+        weight.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+        return
+    for column, new in zip((weight, low), split_bits(value), strict=True):
+        column.copy_(new)
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    """Whether no element is inf or nan, by one pass; a sum that overflows is taken for one."""
+    return math.isfinite(value.sum().item())
 
 
 def _corrected(weight: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
@@ -135,8 +163,9 @@ def round_stochastically(
 
 PLAIN = Storage("plain", _widened, lambda value: (value,), "widened", "rounded")
 LOW_BITS = Storage(
-    "low_bits", join_bits, split_bits, "join_low_bits", "split_low_bits", torch.int16, "low_bits"
-)
+    "low_bits", join_bits, split_bits, "join_low_bits", "split_low_bits", torch.int16, "low_bits",
+    write=_write_bits,
+)  # fmt: skip
 KAHAN = Storage(
     "kahan", _corrected, _with_error, "add_error", "keep_error", torch.bfloat16, "error"
 )
@@ -149,6 +178,14 @@ STOCHASTIC = Storage(
     seeded=True,
 )
 STORAGES = {storage.name: storage for storage in (PLAIN, LOW_BITS, KAHAN, STOCHASTIC)}
+AUTO = "auto"
+
+
+def storage_of(name: str, dtype: torch.dtype) -> Storage:
+    """How an optimizer whose storage has this name stores weights of this dtype."""
+    if name == AUTO:
+        return LOW_BITS if dtype == torch.bfloat16 else PLAIN
+    return STORAGES[name]
 
 
 class StepOptions(NamedTuple):
@@ -164,6 +201,7 @@ class StepOptions(NamedTuple):
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.tensor_lists.odd_positions`.
         quantized: The states that are quantised to 8 bits.
+        dither: The states in bfloat16 that are rounded stochastically.
     """
 
     factor: Scalar = 1.0
@@ -173,6 +211,7 @@ class StepOptions(NamedTuple):
     extra: TensorList | None = None
     dense: bool = False
     quantized: tuple[Quantized, ...] = ()
+    dither: Dither | None = None
 
     def on(self, device: torch.device) -> StepOptions:
         """The same for launches on a device."""
@@ -225,8 +264,8 @@ def run_stored(
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     run(
         update, columns, stores, scalars, noop=options.noop,
-        codec=options.storage.codec(options.quantized), seed=seed, dense=options.dense,
-        also=None if told else (),
+        codec=options.storage.codec(options.quantized, options.dither), seed=seed,
+        dense=options.dense, also=None if told else (),
     )  # fmt: skip
 
 
