@@ -351,16 +351,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self._written:
                 follow_written(self)
             self._prepare_step(found.active, factor, noop)
-            sharded: list[torch.Tensor] = []  # parameters of which ranks hold parts
-            if not isinstance(gradients, TensorColumn):
-                sharded = [*filter(is_sharded, found.every)]
+            plain = isinstance(gradients, TensorColumn)
+            sharded = [] if plain else [*filter(is_sharded, found.every)]
             samples = None if self._lost is None else self._lost.before(found.active)
             if largest := self._largest_norm():
                 over, partition = sharded and found.every, self._partition
                 factor = clipped(gradients, factor, largest, over=over, partition=partition)
-            dense = all(map(_IS_UNIFORM, parts))
             storage = STORAGES.get(self.storage, PLAIN)  # "auto" chooses for each launch
-            options = StepOptions(factor, noop, write, storage, None, dense)
+            options = StepOptions(factor, noop, write, storage, None, all(map(_IS_UNIFORM, parts)))
             launches = chain.from_iterable(map(launches_of, parts))
             self._finish(self._updates(together, launches, options), sharded)
             if copied and not self._writes_grads:
