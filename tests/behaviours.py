@@ -564,9 +564,9 @@ REPORT = [
         "uneven-steps-have-no-verdict",
         "A level whose step times are uneven gets no verdict on speed.",
         plant="Look at the width of the interval alone.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_uneven_steps_have_no_verdict_on_speed_in_any_sentence",
-        file="src/apex/bench/training/verdict.py",
+        file="src/apex/commands/bench/training/verdict.py",
         old="elif row.unsteady or other.unsteady or (speed",
         new="elif (speed",
     ),
@@ -575,9 +575,9 @@ REPORT = [
         "more-comparisons-wider-intervals",
         "With more comparisons on a page the intervals of accuracy are wider: all hold together.",
         plant="Give each level an interval of 95 %.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_the_interval_is_wider_the_more_comparisons_there_are",
-        file="src/apex/bench/intervals.py",
+        file="src/apex/commands/bench/intervals.py",
         old="0.05 / comparisons, len(pairs)",
         new="0.05, len(pairs)",
     ),
@@ -586,9 +586,9 @@ REPORT = [
         "first-turn-does-not-count",
         "The first turn of a training, which warms up, is not part of its times.",
         plant="Count all turns.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_the_first_round_and_the_first_step_of_a_turn_do_not_count",
-        file="src/apex/bench/training/results.py",
+        file="src/apex/commands/bench/training/results.py",
         old="return tuple(turns[1:] if len(turns) > 1 else turns)",
         new="return tuple(turns)",
     ),
@@ -597,9 +597,9 @@ REPORT = [
         "quality-of-equal-lengths",
         "Accuracy and loss are compared of trainings that took the same number of steps.",
         plant="Compare a training that a budget cut with a whole one.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_a_training_that_a_budget_cut_earlier_is_not_judged_beside_a_longer_one",
-        file="src/apex/bench/training/verdict.py",
+        file="src/apex/commands/bench/training/verdict.py",
         old="mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)",
         new="mine.finished and theirs.finished",
     ),
@@ -608,9 +608,9 @@ REPORT = [
         "diverged-level-is-not-taken",
         "The answer never says to take a level that diverged at one of the seeds.",
         plant="Ask for no bad verdict on quality alone.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged",
-        file="src/apex/bench/training/answer.py",
+        file="src/apex/commands/bench/training/answer.py",
         old="right = [v for v in of if _trained(v) and not _bad(v)]",
         new="right = [v for v in of if not _bad(v)]",
     ),
@@ -619,9 +619,9 @@ REPORT = [
         "edited-task-is-trained-anew",
         "Trainings of a user's task that was edited since are not taken from the folder.",
         plant="Name the kept files without the text of the task.",
-        test="tests/bench/test_command.py"
+        test="tests/commands/bench/test_command.py"
         "::test_what_is_kept_depends_on_the_text_of_a_task_and_on_its_data",
-        file="src/apex/bench/training/plan.py",
+        file="src/apex/commands/bench/training/plan.py",
         old="(FORMAT, words, self._depends, self._source(cell.task))",
         new="(FORMAT, words, self._depends)",
     ),

@@ -396,7 +396,7 @@ def watched():
 
 def debugged_script():
     """``apex debug`` of a script whose loss is NaN outside of the model."""
-    from apex.cli.command_line import main
+    from apex.commands.command_line import main
 
     program = """
 import torch
@@ -560,24 +560,9 @@ def overlapped_and_compiled():
 # -- the report ------------------------------------------------------------------------------------
 
 
-def timed_kernels():
-    """What the report times of compiled functions."""
-    from apex.bench.kernels import cases
-
-    with _eager(cases):
-        return _numbers(cases._compiled(torch.sin)(_normal(4)))
-
-
-@contextlib.contextmanager
-def _eager(module):
-    before, module.COMPILE = module.COMPILE, {"backend": "eager"}
-    yield
-    module.COMPILE = before
-
-
 def timed_models():
     """What the report compiles models with."""
-    from apex.bench.training import turns
+    from apex.commands.bench.training import turns
 
     cells = [SimpleNamespace(compile=True)]
     kept, turns.Turns = turns.Turns, lambda *_: SimpleNamespace(run=lambda: [1])

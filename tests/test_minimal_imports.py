@@ -7,12 +7,15 @@ import sys
 import pytest
 
 import apex
-from apex.cli import command_line as cli
+from apex.commands import command_line as cli
 
 TESTS = pathlib.Path(__file__).parent
 
 # package -> what its modules may need, by design; `apex info` needs nothing
-NEEDS = {"apex.bench.": {"matplotlib", "numpy", "rich", "sklearn"}, "apex.kernels.": {"triton"}}
+NEEDS = {
+    "apex.commands.bench.": {"matplotlib", "numpy", "rich", "sklearn"},
+    "apex.kernels.": {"triton"},
+}
 
 PREPARE = f"""
 import sys
@@ -70,8 +73,8 @@ for name in blocked:
         exec(f"import {{name}}", {{"__name__": "apex.probe"}})
     except ModuleNotFoundError as error:
         print(error)
-from apex.cli.command_line import main
-from apex.info import speeds
+from apex.commands.command_line import main
+from apex.commands.info import speeds
 speeds.SIZES, speeds.SECONDS = {{"cpu": (8, 1)}}, 0
 more = {{"bench plot": ["a"], "info": ["--json"], "debug": ["a"], "debug repro": ["a"]}}
 more["what-if"] = more["check"] = ["a"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apex.bench.memory import peak_bytes
+from apex.commands.bench.memory import peak_bytes
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_log_probs
 from apex.ops import _runtime
 from tests.tolerance import NEAR_PROBABILITY_1, PRODUCTS, assert_close_in_rms, errors_in_eps

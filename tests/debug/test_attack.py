@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from apex import amp, debug
-from apex.cli import command_line as cli
+from apex.commands import command_line as cli
 from apex.debug import reproduce
 from tests.debug.in_process import main
 

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 
+from apex.commands.selftest.ops import CHECKED
 from apex.ops import _runtime
-from apex.selftest.ops import CHECKED
 from tests.gpu import tasks
 from tests.gpu.worker import call
 from tests.kernels.operations import lists

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp, optimizers
 from apex.catalogue.optimizers import OPTIMIZERS
+from apex.commands.selftest.gpu import waits_refused
 from apex.contrib import optimizers as contrib
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
 from apex.parallel import LARC
-from apex.selftest.gpu import waits_refused
 from tests.optimizers.common import (
     EVERY,
     MODES,

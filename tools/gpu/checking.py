@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex.selftest.gpu import waits_refused
+from apex.commands.selftest.gpu import waits_refused
 from tools.gpu import stand_ins
 
 Tensor = torch.Tensor

@@ -445,7 +445,7 @@ def ops() -> dict[str, tuple[list[Row], Clock]]:
     return found
 
 
-# What tuned kernels are judged by, bfloat16; sizes are those of `apex bench kernels`.
+# What tuned kernels are judged by, bfloat16; sizes are those of `python -m benchmarks.kernels`.
 ANCHORS = (
     ("rms_norm", "middle", (20, 96)),
     ("rms_norm", "wide", (2, 8200)),

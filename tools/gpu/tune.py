@@ -36,9 +36,8 @@ from tools.gpu.rows import replace
 if checking.DRY:  # before kernels are decorated
     os.environ["TRITON_INTERPRET"] = "1"
 
-from apex import _measured
-from apex._measured import Row
 from apex.kernels import (
+    _measured,
     _settings,
     cross_entropy,
     group_norm,
@@ -47,6 +46,7 @@ from apex.kernels import (
     scaled_softmax,
     swiglu,
 )
+from apex.kernels._measured import Row
 from apex.kernels._settings import Choice, Key
 
 TURNS, FASTER, DIFFER = 3, 0.95, 0.10

@@ -20,7 +20,7 @@ torch's autocast in the process (``tests/amp/initialize/test_footprint.py`` has 
 ``amp.reset()`` takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``.
 """
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.amp import lists
 from apex.amp.clipping import clip_grad_norm_, clip_grad_value_, outcome, stepped
 from apex.amp.frontend import initialize, load_state_dict, reset, state_dict

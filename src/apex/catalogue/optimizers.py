@@ -240,7 +240,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """How `apex bench kernels` times a step.
+    """How `python -m benchmarks.kernels` times a step.
 
     Attributes:
         peers: Others who take the same step, by name, from parameters and ``numbers``.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from apex._wrapped_optimizer import WrappedOptimizer
+from apex.amp._wrapped_optimizer import WrappedOptimizer
 from apex.amp.gradients.masters import Master
 from apex.amp.gradients.parameters import Pairs, unscale_into
 from apex.amp.levels import HALF_TYPES

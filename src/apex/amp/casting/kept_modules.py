@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from apex import _precision_policy
 from apex.amp import _speech
-from apex.amp.casting import switches
+from apex.amp.casting import precision_file, switches
 from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.switches import Casts
@@ -31,7 +30,7 @@ def read(
     """What each model's policy keeps at the level, checked; it is logged if ``verbose``.
 
     Raises:
-        RuntimeError: The level has no _precision_policy.
+        RuntimeError: The level has no policy.
         TypeError: ``policy`` is of another type.
         ValueError: It is no policy for these models, or has nothing about the level's 16 bits.
     """
@@ -48,7 +47,7 @@ def read(
             f"amp.initialize: policy had {len(listed)} entries for {len(models)} models. Pass a "
             "list with one for each model, None for a model without."
         )
-    sections = [{} if one is None else _precision_policy.read(one) for one in listed]
+    sections = [{} if one is None else precision_file.read(one) for one in listed]
     kept = [
         {} if one is None else _of_model(formats, model, properties)
         for one, formats, model in zip(listed, sections, models, strict=True)
@@ -86,7 +85,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
             f"apex what-if with --formats {own}."
         )
     known: dict[str, torch.nn.Module] = {}
-    for name, module in _precision_policy.named_modules(model):
+    for name, module in precision_file.named_modules(model):
         known.setdefault(name, module)
     entries: Mapping[str, Any] = formats[own]["modules"]
     unknown = [name for name in entries if not name or name not in known]
@@ -114,7 +113,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
                 f"amp.initialize: the policy names {name!r}, a TorchScript module, which takes no "
                 "hooks. Name a module around it, or pass the module before torch.jit.script."
             )
-        shared = _precision_policy.shared_tensor(model, known[name])
+        shared = precision_file.shared_tensor(model, known[name])
         if shared is not None:
             raise ValueError(
                 f"amp.initialize: the policy names {name!r}, which shares a weight or a buffer "
@@ -127,7 +126,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
 
 def types_of(model: torch.nn.Module, kept: Kept) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     """Each module by each of its names, and what the innermost name says of it; None if none."""
-    for name, module in _precision_policy.named_modules(model):
+    for name, module in precision_file.named_modules(model):
         parts = name.split(".")
         fronts = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         yield name, module, next((kept[one] for one in fronts if one in kept), None)
@@ -214,7 +213,7 @@ def install(model: torch.nn.Module, kept: Kept, casts: Casts | None, half: torch
     calls = Calls(model, list(kept))
     types = {name: dtype for name, _, dtype in types_of(model, kept)}
     seen: set[str] = set()
-    for name, module in _precision_policy.named_modules(model):
+    for name, module in precision_file.named_modules(model):
         if name not in kept or name in seen:
             continue
         seen.add(name)  # what a wrapper holds has its name, and is called by it

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex._precision_policy import named_modules
 from apex.amp.casting import kept_modules, switches
 from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
+from apex.amp.casting.precision_file import named_modules
 from apex.amp.casting.switches import Casts
 from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.masters import table

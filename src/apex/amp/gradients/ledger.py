@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients import agreement
 from apex.amp.gradients.forwards import ForwardRecord, are_reduced
 from apex.amp.gradients.fused import FusedGradients

@@ -26,7 +26,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from apex._compat import private
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients import captures
 from apex.amp.gradients.masters import table
 from apex.amp.graphs import arguments as kinds

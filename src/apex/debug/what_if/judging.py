@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from apex import _precision_policy as policies
 from apex._compat.private import tree_map_only
+from apex.amp.casting import precision_file as policies
 from apex.debug import calls
 from apex.debug.tensors import largest
 from apex.debug.undisturbed import unchanged
