@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from apex.amp._wrapped_optimizer import WrappedOptimizer
 from apex.amp.legacy.scaler import LossScaler
 from apex.amp.optimizer import state_of
 from apex.amp.scaling import scale_loss
-from apex.amp._wrapped_optimizer import WrappedOptimizer
 
 
 class OptimWrapper(WrappedOptimizer):
