@@ -26,14 +26,10 @@ minimal.become_minimal()
 
 
 def _run(program):
-    done = subprocess.run(
-        # The warning is torch's own, about the NumPy that is not there.
-        [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
-        + ["-c", PREPARE + program],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # The warning is torch's own, about the NumPy that is not there.
+    ignored = "ignore:Failed to initialize NumPy:UserWarning"
+    words = [sys.executable, "-W", "error", "-W", ignored, "-c", PREPARE + program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

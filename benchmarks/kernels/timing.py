@@ -7,13 +7,14 @@ be moved, as declared, not those that a provider moves.
 import math
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from apex.commands.bench.intervals import Interval, interval, percentile
 from apex.commands.bench.memory import peak_bytes, source
-from apex.commands.info.clocks import launches, take_turns
+from apex.commands.info.clocks import clock, launches, take_turns
 from benchmarks.kernels.cases import DTYPES, Call, Provider, Shapes, TimedCase
 
 __all__ = ["Timing", "how_measured", "measure"]
@@ -143,7 +144,9 @@ def measure(
             missing[provider.name] = error.name or str(error)
         except Exception as error:  # noqa: BLE001  what one provider cannot do is a result
             problems[provider.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    taken = take_turns(calls, repeats, device)
+    time_once = clock(device)
+    timers = {who: partial(time_once, call) for who, call in calls.items()}
+    taken = take_turns(timers, repeats, shuffled=True)
     times = {who: tuple(one.ms for one in taken[who]) for who in calls}
     first = op.providers[0].name
     cuda = device.type == "cuda"

@@ -7,6 +7,8 @@ import types
 
 import pytest
 
+from apex.commands.info import clocks
+
 turns = pytest.importorskip("benchmarks.turns", reason="not in a checkout")
 
 ROOT = pathlib.Path(turns.__file__).parent.parent
@@ -90,7 +92,7 @@ def test_ways_take_turns_and_every_other_round_is_reversed():
 def test_turns_go_on_until_the_seconds_have_passed(monkeypatch):
     times = iter(range(100))  # read at the beginning, and before each round but the first two
     clock = types.SimpleNamespace(perf_counter=lambda: next(times))
-    monkeypatch.setattr(turns, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
     assert turns.take_turns({"a": lambda: 0.5}, 2, seconds=6.0) == {"a": [0.5] * 7}
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.turns import take_turns
-from tools.gpu import checking, clocks
+from tools.gpu import checking
 from tools.gpu.checking import BF16, F16, F32, Tensor, check, need
 from tools.gpu.rows import replace
 
@@ -211,7 +211,7 @@ def on_the_gpu(choice: Choice, work: Work) -> float:
     """Milliseconds of a call, once it is compiled."""
     for _ in range(WARM_UP):
         work()
-    return clocks.gpu_ms(work)
+    return checking.gpu_ms(work)
 
 
 def stand_in(choice: Choice, work: Work) -> float:

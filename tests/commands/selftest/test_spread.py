@@ -62,10 +62,7 @@ def test_a_process_that_dies_or_takes_too_long_is_a_failed_check(tmp_path, monke
     assert [*found] == [check.name for check, _ in planted.plan(kinds=kinds)]
     errors = {name: check["error"] for name, check in found.items() if check["error"]}
     killed = "its process was ended by SIGKILL; the machine may have run out of memory"
-    assert errors == {
-        "2 dies": killed,
-        "4 sleeps": "not finished in 3 s: its process was ended",
-    }
+    assert errors == {"2 dies": killed, "4 sleeps": "not finished in 3 s: its process was ended"}
     process = {name: check["measured"][0]["value"] for name, check in found.items() if "f" in name}
     assert process["0 fine"] == process["1 fine"] != process["3 fine"]
     assert os.getpid() not in process.values()
@@ -157,7 +154,7 @@ def test_a_disk_that_is_full_does_not_end_the_run(tmp_path, monkeypatch, capsys)
     assert main(["selftest", "--device", "cpu", "--json", str(file), "--processes", "0"]) == 1
     shown, told = capsys.readouterr()
     assert "2 checks in " in shown
-    assert f"NOT in {file}: it cannot be written (No space left on device)." in shown
+    assert f"Results NOT saved: {file} cannot be written (No space left on device)." in shown
     assert told.count("cannot be written") == 1
 
 

@@ -4,7 +4,6 @@ That a CPU has instructions for a type does not make all of torch's kernels use 
 instructions the gradient of a convolution takes torch up to 270 times float32's time.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from torch.nn.functional import conv2d
 
 from apex.amp.casting import cpu_float16
 from apex.catalogue.entry import random
-from apex.commands.info.clocks import Call, clock
+from apex.commands.info.clocks import Call, clock, take_turns
 
 __all__ = ["OPERATIONS", "Speed", "speeds", "times_of_float32"]
 
@@ -107,13 +106,13 @@ def _best_times(plan: Iterable[_What], device: torch.device) -> dict[_What, floa
         except RuntimeError:  # not made for this type, or out of memory
             calls.pop(what, None)
     again = [w for w in calls if w[0] == "float32" or best[w] <= TOO_SLOW_MS]
-    turns, end = 0, time.perf_counter() + SECONDS
-    while turns < TURNS or time.perf_counter() < end:
-        turns += 1
-        for what in again:
-            _choose(what[1])
-            best[what] = min(best[what], time_once(calls[what]).ms)
-    return best
+
+    def timed(what: _What) -> float:
+        _choose(what[1])
+        return time_once(calls[what]).ms
+
+    taken = take_turns({what: partial(timed, what) for what in again}, TURNS, seconds=SECONDS)
+    return best | {what: min(best[what], *times) for what, times in taken.items()}
 
 
 def _choose(under: Under) -> None:
