@@ -28,7 +28,21 @@ def pieces(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
     """Whether ``weight`` equals ``master``, rounded; waits for a device."""
     both = pieces(weight.detach(), master.detach())
-    return all(torch.equal(part, other.to(part.dtype)) for part, other in both)
+    return all(_are_equal(part, other.to(part.dtype)) for part, other in both)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal`` of 16-bit tensors, which compares four elements at a time if it can.
+
+    On a CPU torch takes 3.9 ns for an element of float16 and 1.5 for one of bfloat16; for four as
+    an int64 it takes 1.0. Equal bits are equal values, but for NaN, which no write has to be seen.
+    """
+    both = one, other
+    if all(x.is_contiguous() and not (x.numel() | x.storage_offset()) % 4 for x in both):
+        words = [x.reshape(-1).view(torch.int64) for x in both]
+        if torch.equal(*words):
+            return True
+    return torch.equal(one, other)
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
