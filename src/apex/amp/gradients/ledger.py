@@ -44,9 +44,9 @@ from apex.amp.gradients.distributed import ForwardRecord
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import Parameters, unscale_into
+from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
-from apex.amp.gradients.tensors import accumulate, any_grad, grads_of
+from apex.amp.gradients.tensors import accumulate
 from apex.amp.scaler import LossScaler
 from apex.amp.training import Training
 from apex.ops import _runtime
