@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.amp.scaler import LossScaler
+from apex.amp.scale import Scale
 from apex.optimizers import FusedAdam
 from benchmarks.turns import one_core, ratio, spread, take_turns, timed
 from tools import quiet_without_reader
@@ -221,7 +221,7 @@ def host_reads(step: Step) -> int:
 
         return call
 
-    LossScaler._waits_for_nothing = False  # type: ignore[assignment,method-assign]
+    Scale._waits_for_nothing = False  # type: ignore[assignment,method-assign]
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "nonzero"):
         setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
     step()

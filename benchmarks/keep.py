@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from apex.cli.options import environment
+from apex.commands.options import environment
 from tools import quiet_without_reader
 
 __all__ = ["keep"]

@@ -47,9 +47,9 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from apex.catalogue.ops import OPS
+from apex.catalogue.optimizers import beside_torch
 from apex.kernels._plans import Family
 from apex.ops import _runtime
-from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from benchmarks import stand_in
 from benchmarks.turns import one_core, ratio, take_turns, timed
 from tests import passes
@@ -286,15 +286,7 @@ def line(name: str, times: dict[str, list[float]], saved: float) -> str:
 
 TENSORS = (148, 300)  # of BERT-base without embeddings, and twice that
 STEPS = 5  # of a turn
-OPTIMIZERS: dict[str, tuple[Any, Any]] = {
-    "FusedAdam": (FusedAdam, functools.partial(torch.optim.AdamW, fused=True)),
-    "FusedSGD": (
-        functools.partial(FusedSGD, lr=0.1, momentum=0.9),
-        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
-    ),
-    "FusedLAMB": (FusedLAMB, functools.partial(torch.optim.AdamW, fused=True)),
-    "FusedNovoGrad": (FusedNovoGrad, functools.partial(torch.optim.AdamW, fused=True)),
-}
+OPTIMIZERS = beside_torch()
 
 
 class Training(NamedTuple):
@@ -327,7 +319,7 @@ def training(make: Callable[..., Any], count: int) -> Training:
 
 def step_line(name: str, count: int, rounds: int, launched: Callable[[], int]) -> str:
     """A row of an optimizer as text."""
-    ours, theirs = (training(make, count) for make in OPTIMIZERS[name])
+    ours, theirs = (training(make, count) for make in OPTIMIZERS[name][::2])
     times = take_turns({"ours": ours.seconds, "torch": theirs.seconds}, rounds, warm_up=WARM_UP)
     us = {way: 1e6 * statistics.median(found) for way, found in times.items()}
     ours.give()

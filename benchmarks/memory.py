@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
-from apex.bench.memory import peak_bytes, source
-from apex.bench.training.tasks.digits import cnn
-from apex.bench.training.tasks.task import TaskOptions
+from apex.commands.bench.memory import peak_bytes, source
+from apex.commands.bench.training.tasks.digits import cnn
+from apex.commands.bench.training.tasks.task import TaskOptions
 from apex.optimizers import FusedAdam
 from tools import quiet_without_reader
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from apex.bench.training.tasks import text
-from apex.bench.training.tasks.task import TaskOptions
+from apex.commands.bench.training.tasks import text
+from apex.commands.bench.training.tasks.task import TaskOptions
 from apex.optimizers import FusedAdam, FusedMuon
 from benchmarks.turns import ratio, take_turns, timed
 from tools import quiet_without_reader

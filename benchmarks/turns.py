@@ -1,22 +1,20 @@
-"""What the timing programs share: ways that take turns, clocks, and the numbers of a row.
+"""What the timing programs share: ways that take turns, their clock, and the numbers of a row.
 
-Ways are timed one after the other, round by round, and not one many times: what disturbs the
-machine disturbs neighbours alike, so the ratio of two neighbours' times holds where neither time
-does. The order is reversed in every other round. The clock is the CPU time of the thread, in which
-other programs count less, unless a way computes or waits elsewhere.
+The clock is the CPU time of the thread, in which other programs count less, unless a way computes
+or waits elsewhere.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Call", "Spread", "one_core", "ratio", "spread", "take_turns", "timed"]
+from apex.commands.info.clocks import Call, take_turns
 
-Call = Callable[[], object]
+__all__ = ["Call", "Spread", "one_core", "ratio", "spread", "take_turns", "timed"]
 
 
 class Spread(NamedTuple):
@@ -45,29 +43,6 @@ def timed(call: Call, calls: int = 1, clock: Callable[[], float] = time.thread_t
     for _ in range(calls):
         call()
     return (clock() - begin) / calls
-
-
-def take_turns(
-    ways: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: int = 0, seconds: float = 0.0
-) -> dict[str, list[float]]:
-    """Time each way once a round.
-
-    Args:
-        ways: Each measures itself once, as ``partial(timed, call)`` does.
-        rounds: How many, or more until ``seconds`` have passed.
-        warm_up: Rounds before them, which are not counted.
-        seconds: The least time that the counted rounds take together.
-    """
-    names, taken = [*ways], {name: list[float]() for name in ways}
-    for _ in range(warm_up):
-        for name in names:
-            ways[name]()
-    number, end = 0, time.perf_counter() + seconds
-    while number < rounds or time.perf_counter() < end:
-        for name in names if number % 2 == 0 else reversed(names):
-            taken[name].append(ways[name]())
-        number += 1
-    return taken
 
 
 def spread(values: Iterable[float]) -> Spread:

@@ -336,8 +336,8 @@ def _seconds(function: Callable[[], object]) -> float:
 
 def training(args: argparse.Namespace) -> dict[str, Any]:
     """Train three tasks of apex bench in each format; compare the loss with float32's seeds."""
-    from apex.bench.training.tasks import load
-    from apex.bench.training.tasks.task import TaskOptions
+    from apex.commands.bench.training.tasks import load
+    from apex.commands.bench.training.tasks.task import TaskOptions
 
     table: dict[str, Any] = {}
     for name in ("digits-mlp", "digits-cnn", "text-lstm"):

@@ -43,7 +43,7 @@ AMP = [
         "After growth_interval steps without an overflow the loss scale grows, not one step later.",
         plant="Let the scale grow when the count of clean steps is above the interval.",
         test="tests/amp/scaling/test_scaler.py::test_defaults",
-        file="src/apex/amp/scaler.py",
+        file="src/apex/amp/scale.py",
         old="full = (clean >= self._scale_seq_len)",
         new="full = (clean > self._scale_seq_len)",
     ),
@@ -54,7 +54,7 @@ AMP = [
         plant="Keep the count of clean steps when the scale backs off.",
         test="tests/amp/scaling/test_scaler.py::test_an_overflow_starts_the_count_of_clean_steps_anew"
         "[LossScaler]",
-        file="src/apex/amp/scaler.py",
+        file="src/apex/amp/scale.py",
         old="torch.stack((lower, torch.zeros_like(clean), steps))",
         new="torch.stack((lower, clean, steps))",
     ),
@@ -109,7 +109,7 @@ AMP = [
         "An overflow in a delay_overflow_check pass lowers the scale at the next check.",
         plant="Forget the flags of unchecked passes at the next check.",
         test="tests/amp/scaling/test_scaler.py::test_flags_of_passes_without_a_check_add_up",
-        file="src/apex/amp/scaler.py",
+        file="src/apex/amp/scale.py",
         old="found, self._unchecked = torch.maximum(found, self._unchecked), None",
         new="self._unchecked = None",
     ),
@@ -172,8 +172,8 @@ AMP = [
         plant="Load the scale alone.",
         test="tests/amp/checkpoint/test_checkpoint.py"
         "::test_the_scale_goes_from_amp_to_a_grad_scaler_and_back_as_their_errors_say",
-        file="src/apex/amp/checkpoint.py",
-        old="scaler._unskipped = unskipped",
+        file="src/apex/amp/scale.py",
+        old="self._write(CLEAN, unskipped)",
         new="pass",
     ),
     Behaviour(
@@ -213,7 +213,7 @@ AMP = [
         plant="Leave casts on in the block.",
         test="tests/amp/casting/test_casts.py::test_backward_functions_written_in_python_are_not_cast",
         file="src/apex/amp/scaling.py",
-        old="            this = this.begin()\n            self._off = casting.off()\n"
+        old="            this = this.begin()\n            self._off = switches.off()\n"
         "            self._off.__enter__()\n",
         new="            this = this.begin()\n            self._off = contextlib.nullcontext()\n",
     ),
@@ -224,7 +224,7 @@ AMP = [
         plant="Reduce the flag to the smallest of the ranks.",
         test="tests/amp/ranks/test_agreement.py::test_a_group_takes_or_skips_each_step_together"
         "[no gradients on the other rank]",
-        file="src/apex/amp/gradients/distributed.py",
+        file="src/apex/amp/gradients/agreement.py",
         old="all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)",
         new="all_reduce(found_inf, torch.distributed.ReduceOp.MIN, group=group)",
     ),
@@ -564,9 +564,9 @@ REPORT = [
         "uneven-steps-have-no-verdict",
         "A level whose step times are uneven gets no verdict on speed.",
         plant="Look at the width of the interval alone.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_uneven_steps_have_no_verdict_on_speed_in_any_sentence",
-        file="src/apex/bench/training/verdict.py",
+        file="src/apex/commands/bench/training/verdict.py",
         old="elif row.unsteady or other.unsteady or (speed",
         new="elif (speed",
     ),
@@ -575,9 +575,9 @@ REPORT = [
         "more-comparisons-wider-intervals",
         "With more comparisons on a page the intervals of accuracy are wider: all hold together.",
         plant="Give each level an interval of 95 %.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_the_interval_is_wider_the_more_comparisons_there_are",
-        file="src/apex/bench/intervals.py",
+        file="src/apex/commands/bench/intervals.py",
         old="0.05 / comparisons, len(pairs)",
         new="0.05, len(pairs)",
     ),
@@ -586,9 +586,9 @@ REPORT = [
         "first-turn-does-not-count",
         "The first turn of a training, which warms up, is not part of its times.",
         plant="Count all turns.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_the_first_round_and_the_first_step_of_a_turn_do_not_count",
-        file="src/apex/bench/training/results.py",
+        file="src/apex/commands/bench/training/results.py",
         old="return tuple(turns[1:] if len(turns) > 1 else turns)",
         new="return tuple(turns)",
     ),
@@ -597,9 +597,9 @@ REPORT = [
         "quality-of-equal-lengths",
         "Accuracy and loss are compared of trainings that took the same number of steps.",
         plant="Compare a training that a budget cut with a whole one.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_a_training_that_a_budget_cut_earlier_is_not_judged_beside_a_longer_one",
-        file="src/apex/bench/training/verdict.py",
+        file="src/apex/commands/bench/training/verdict.py",
         old="mine.finished and theirs.finished and len(mine.losses) == len(theirs.losses)",
         new="mine.finished and theirs.finished",
     ),
@@ -608,9 +608,9 @@ REPORT = [
         "diverged-level-is-not-taken",
         "The answer never says to take a level that diverged at one of the seeds.",
         plant="Ask for no bad verdict on quality alone.",
-        test="tests/bench/test_verdict.py"
+        test="tests/commands/bench/test_verdict.py"
         "::test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged",
-        file="src/apex/bench/training/answer.py",
+        file="src/apex/commands/bench/training/answer.py",
         old="right = [v for v in of if _trained(v) and not _bad(v)]",
         new="right = [v for v in of if not _bad(v)]",
     ),
@@ -619,9 +619,9 @@ REPORT = [
         "edited-task-is-trained-anew",
         "Trainings of a user's task that was edited since are not taken from the folder.",
         plant="Name the kept files without the text of the task.",
-        test="tests/bench/test_command.py"
+        test="tests/commands/bench/test_command.py"
         "::test_what_is_kept_depends_on_the_text_of_a_task_and_on_its_data",
-        file="src/apex/bench/training/plan.py",
+        file="src/apex/commands/bench/training/plan.py",
         old="(FORMAT, words, self._depends, self._source(cell.task))",
         new="(FORMAT, words, self._depends)",
     ),

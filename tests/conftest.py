@@ -338,6 +338,25 @@ def once(tmp_path_factory):
     return shared
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two processes that talk over gloo, for the tests of a file."""
+    yield from _ranks(tmp_path_factory, 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Four of them."""
+    yield from _ranks(tmp_path_factory, 4)
+
+
+def _ranks(tmp_path_factory, count):
+    from tests.ranks import Ranks
+
+    with Ranks(tmp_path_factory.mktemp("ranks"), count=count) as ranks:
+        yield ranks
+
+
 @pytest.fixture(scope="session")
 def wheel(once, tmp_path_factory):
     """The wheel of this tree."""

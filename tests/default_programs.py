@@ -18,6 +18,9 @@ from apex.amp import scaler
 from apex.amp.gradients import overflow
 from apex.catalogue.entry import DTYPES
 from apex.catalogue.lists import LISTS
+from apex.commands.selftest import optimizers as steps
+from apex.commands.selftest.check import Setting
+from apex.commands.selftest.ops import CHECKED
 from apex.contrib import clip_grad, fmha, groupbn, sparsity, transducer
 from apex.contrib import optimizers as older
 from apex.contrib.bottleneck import Bottleneck
@@ -30,9 +33,6 @@ from apex.ops.lists import clip
 from apex.ops.lists.tensor_norms import max_norms, square_sums
 from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex.parallel import LARC, DistributedDataParallel, convert_syncbn_model
-from apex.selftest import optimizers as steps
-from apex.selftest.check import Setting
-from apex.selftest.ops import CHECKED
 from apex.transformer import parallel_state, tensor_parallel
 from apex.transformer._data import MegatronPretrainingRandomSampler
 from apex.transformer.amp import GradScaler

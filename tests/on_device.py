@@ -18,7 +18,7 @@ import warnings
 import pytest
 import torch
 
-from apex.selftest.gpu import WARNED
+from apex.commands.selftest.gpu import WARNED
 
 # What does not run on another device, and why: whole folders, files, single tests.
 OF_THE_CPU = {
@@ -28,8 +28,8 @@ OF_THE_CPU = {
     "tests/amp/optimizer/test_optimizer.py::test_at_most_one_host_read_per_step": (
         "a method that it replaces is called twice under a default device"
     ),
-    "tests/bench/": "commands that choose a device themselves",
-    "tests/cli/": "commands that choose a device themselves",
+    "tests/commands/bench/": "commands that choose a device themselves",
+    "tests/commands/": "commands that choose a device themselves",
     "tests/clients/": "programs in environments of their own",
     "tests/debug/test_both_ways.py": "scripts in forked processes, which cannot use a GPU",
     "tests/debug/test_command.py": "scripts in processes of their own",
@@ -38,7 +38,7 @@ OF_THE_CPU = {
     "that has no GPU",
     "tests/examples/": "programs in processes of their own",
     "tests/gpu/": "interprets PTX, on tensors of the CPU",
-    "tests/info/": "what the command says of this machine",
+    "tests/commands/info/": "what the command says of this machine",
     "tests/kernels/": "compiles without a GPU",
     "tests/ops/test_batch_invariance.py::test_without_the_switch_the_number_of_elements_decides": (
         "what is computed in pieces on a CPU"
@@ -48,7 +48,7 @@ OF_THE_CPU = {
     ),
     "tests/optimizers/test_process_defaults.py": "compares with no default device",
     "tests/parallel/test_multiproc.py": "scripts in processes of their own",
-    "tests/selftest/": "commands that choose a device themselves",
+    "tests/commands/selftest/": "commands that choose a device themselves",
     "tests/test_": "the tree, the script, defaults that the tests set themselves",
     "tests/typed/": "types, by mypy",
 }

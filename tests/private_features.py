@@ -5,6 +5,7 @@ processes in which one name is hidden.
 """
 
 import contextlib
+import functools
 import io
 import tempfile
 import warnings
@@ -142,43 +143,24 @@ def _alone():
 
 
 def optimizers():
-    """Three steps of each optimizer, some on 16-bit weights."""
-    from apex import optimizers as fused
-    from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamSWA
+    """Three steps of each optimizer, in each of its ways."""
+    from apex.catalogue.entry import DTYPES
+    from apex.catalogue.optimizers import OPTIMIZERS
 
     found = []
-    for make, dtype in (
-        (lambda p: fused.FusedAdam(p, lr=0.01, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False), torch.float32),
-        (lambda p: fused.FusedSGD(p, lr=0.1, momentum=0.9, nesterov=True), torch.float32),
-        (lambda p: fused.FusedAdagrad(p, lr=0.1, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedAdagrad(p, lr=0.1), torch.bfloat16),
-        (lambda p: fused.FusedLAMB(p, lr=0.01, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedLAMB(p, lr=0.01, weight_decay=0.1, adam_w_mode=False), torch.float32),
-        (lambda p: fused.FusedNovoGrad(p, lr=0.01, weight_decay=0.1), torch.float32),
-        (lambda p: fused.FusedNovoGrad(p, lr=0.01, reg_inside_moment=True), torch.float32),
-        (lambda p: fused.FusedLion(p, lr=0.01, weight_decay=0.1), torch.float32),
-    ):
-        params = [nn.Parameter(_normal(5, 3, seed=n).to(dtype)) for n in range(3)]
-        optimizer = make(params)
-        for step in range(3):
-            for n, param in enumerate(params):
-                param.grad = _normal(5, 3, seed=10 * step + n).to(dtype)
-            optimizer.step()
-        found += params
-    params = [nn.Parameter(_normal(5, 3, seed=n)) for n in range(3)]
-    averages = [param.detach().clone() for param in params]
-    compute = [nn.Parameter(param.detach().clone()) for param in params]
-    swa = FusedAdamSWA(
-        params, compute, averages, swa_decay_rate=0.9, lr=0.01,
-        adam_math_mode=AdamMathType.PyTorchAdam,
-    )  # fmt: skip
-    for step in range(2):
-        for n, param in enumerate(compute):
-            param.grad = _normal(5, 3, seed=10 * step + n)
-        swa.step()
-        swa.zero_grad(set_to_none=False)
-    return _numbers(*found, *params, *averages)
+    for entry in OPTIMIZERS:
+        for variant in entry.variants:
+            options = {"lr": 0.01, "weight_decay": 0.1, **entry.options, **variant.options}
+            dtype = DTYPES[variant.dtypes[0]]
+            params = [nn.Parameter(_normal(5, 3, seed=n).to(dtype)) for n in range(3)]
+            optimizer = entry.make(params, **options)
+            for step in range(3):
+                for n, param in enumerate(params):
+                    param.grad = _normal(5, 3, seed=10 * step + n).to(dtype)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            found += params
+    return _numbers(*found)
 
 
 def scaled_step():
@@ -260,33 +242,30 @@ def _trained(level, model, optimizer, steps=3, **options):
     return model
 
 
-def levels():
-    """Steps at O1, O2 and O4, a batch norm, a layer that computes in float32, and Tensor.cpu."""
+def _at(levels, make, more=lambda: ()):
     from apex import amp
 
     found = []
-    for level in ("O1", "O2", "O4"):
-        model = _model(nn.BatchNorm1d(16), nn.GELU())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model = _trained(level, model, optimizer)
+    for level in levels:
+        model = _model(*more())
+        model = _trained(level, model, make(model.parameters()))
         with torch.no_grad():
             found += [*model.parameters(), model(_batch()[0]).cpu()]
         amp.reset()
     return _numbers(*found)
 
 
+def levels():
+    """Steps at O1, O2 and O4, a batch norm, a layer that computes in float32, and Tensor.cpu."""
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return _at(("O1", "O2", "O4"), make, lambda: (nn.BatchNorm1d(16), nn.GELU()))
+
+
 def fused_levels():
     """Steps at O1 and O2 of an optimizer that unscales by itself."""
-    from apex import amp
     from apex.optimizers import FusedAdam
 
-    found = []
-    for level in ("O1", "O2"):
-        model = _model()
-        model = _trained(level, model, FusedAdam(model.parameters(), lr=0.01))
-        found += model.parameters()
-        amp.reset()
-    return _numbers(*found)
+    return _at(("O1", "O2"), functools.partial(FusedAdam, lr=0.01))
 
 
 def launched():
@@ -396,7 +375,7 @@ def watched():
 
 def debugged_script():
     """``apex debug`` of a script whose loss is NaN outside of the model."""
-    from apex.cli.command_line import main
+    from apex.commands.command_line import main
 
     program = """
 import torch
@@ -508,6 +487,15 @@ def overlapped():
     return _numbers(*model.parameters())
 
 
+def _overlapped_while(read):
+    """What ``read(model, optimizer)`` returns, behind a step."""
+    with _alone(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = _overlapped()
+        _stepped(model, optimizer)
+        return _numbers(*read(model, optimizer))
+
+
 def overlapped_in_a_mode():
     """The same where a dispatch mode is on."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -516,68 +504,43 @@ def overlapped_in_a_mode():
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             return function(*args, **(kwargs or {}))
 
-    with _alone():
-        model, optimizer = _overlapped()
-        _stepped(model, optimizer)
+    def read(model, optimizer):
         with Mode():
-            y = model(_batch()[0])
-    return _numbers(y)
+            return [model(_batch()[0])]
+
+    return _overlapped_while(read)
 
 
 def overlapped_in_a_transform():
     """The same under ``torch.func.vmap``."""
-    with _alone():
-        model, optimizer = _overlapped()
-        _stepped(model, optimizer)
-        y = torch.func.vmap(model)(_batch()[0])
-    return _numbers(y)
+    return _overlapped_while(lambda model, optimizer: [torch.func.vmap(model)(_batch()[0])])
 
 
 def overlapped_in_a_trace():
     """The same under ``torch.jit.trace``."""
-    with _alone(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer = _overlapped()
-        _stepped(model, optimizer)
-        y = torch.jit.trace(model[0], _batch()[0])(_batch()[0])
-    return _numbers(y)
+    x = _batch()[0]
+    return _overlapped_while(lambda model, optimizer: [torch.jit.trace(model[0], x)(x)])
 
 
 def overlapped_and_compiled():
     """The same in a function that is compiled meanwhile."""
-    with _alone(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer = _overlapped()
-        _stepped(model, optimizer)
+
+    def read(model, optimizer):
         function = torch.compile(lambda x: x @ model[0].weight.t(), backend="eager")
         found = [function(_batch()[0])]
         model.compile(backend="eager")
         _stepped(model, optimizer)
-        found.append(model(_batch()[0]))
-    return _numbers(*found)
+        return [*found, model(_batch()[0])]
+
+    return _overlapped_while(read)
 
 
 # -- the report ------------------------------------------------------------------------------------
 
 
-def timed_kernels():
-    """What the report times of compiled functions."""
-    from apex.bench.kernels import cases
-
-    with _eager(cases):
-        return _numbers(cases._compiled(torch.sin)(_normal(4)))
-
-
-@contextlib.contextmanager
-def _eager(module):
-    before, module.COMPILE = module.COMPILE, {"backend": "eager"}
-    yield
-    module.COMPILE = before
-
-
 def timed_models():
     """What the report compiles models with."""
-    from apex.bench.training import turns
+    from apex.commands.bench.training import turns
 
     cells = [SimpleNamespace(compile=True)]
     kept, turns.Turns = turns.Turns, lambda *_: SimpleNamespace(run=lambda: [1])

@@ -1,5 +1,6 @@
 """Processes that talk over gloo and answer jobs, with a limit on the time, so that a hang fails."""
 
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -53,6 +54,19 @@ def _work(rank, jobs):
         jobs.send_bytes(pickle.dumps(answer))  # send() would put tensors into shared memory
 
 
+def _first(job, args, more, rank):
+    return job(rank, *args, **more)
+
+
+def error_of(function, *args, **more):
+    """Kind and text of the error that a call raises; empty if it raises none."""
+    try:
+        function(*args, **more)
+    except Exception as error:  # noqa: BLE001  the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class Failed(str):
     """The traceback of a rank."""
 
@@ -89,13 +103,13 @@ class Ranks:
             process.kill()
             process.join()
 
-    def run(self, job):
-        """What ``job(rank)`` returns on each rank; ``job`` is a function that can be pickled.
+    def run(self, job, *args, **more):
+        """What ``job(rank, *args, **more)`` returns on each rank; all can be pickled.
 
         Raises:
             RankError: A rank raised, which the text quotes, or there is no answer.
         """
-        answers = self._ask(job)
+        answers = self._ask(functools.partial(_first, job, args, more))
         errors = [f"rank {r}: {text}" for r, text in enumerate(answers) if isinstance(text, Failed)]
         if errors:
             self._ask(next(self._stores))
@@ -107,7 +121,8 @@ class Ranks:
             try:
                 return self._answers(job)
             except (EOFError, OSError, TimeoutError) as error:
-                self._broken = f"{job}: {error or 'a process died'}"
+                name = job.args[0] if isinstance(job, functools.partial) else job
+                self._broken = f"{name}: {error or 'a process died'}"
                 self.__exit__()
                 raise RankError(self._broken) from None
         raise RankError(f"not run, because of an earlier job, {self._broken}")
@@ -127,3 +142,20 @@ class Ranks:
             found.update((pipe, pickle.loads(pipe.recv_bytes())) for pipe in ready)
         self._left -= time.monotonic() - began
         return [found[pipe] for pipe in self._pipes]
+
+
+def from_two(program, folder):
+    """What ``program(store, rank, pipe)`` sends from one of two processes, which are ended then."""
+    context = processes()
+    here, there = context.Pipe()
+    words = [(str(folder / "store"), rank, there) for rank in (0, 1)]
+    both = [context.Process(target=program, args=one) for one in words]
+    for process in both:
+        process.start()
+    try:
+        assert here.poll(60)
+        return here.recv()
+    finally:
+        for process in both:
+            process.kill()
+            process.join()

@@ -179,9 +179,6 @@ class RecordedDeviceGraph(device.DeviceGraph):
     def release(self):
         self.graph = None
 
-    def pool_size(self):
-        return 2**20
-
 
 class NeverRead:
     """Stands for ``AsyncCopy`` where the host never learns of a skipped step."""

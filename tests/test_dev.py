@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from apex.cli.command_line import COMMANDS
+from apex.commands.command_line import COMMANDS
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "dev"

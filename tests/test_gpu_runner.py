@@ -13,7 +13,7 @@ from tests.test_dev import ROOT, SCRIPT
 
 tools = pytest.importorskip("tools.gpu.__main__", reason="not in a checkout")
 
-from apex.selftest.gpu import waits_refused  # noqa: E402  after the check that there are tools
+from apex.commands.selftest.gpu import waits_refused  # noqa: E402  after the check that there are tools
 from tools.gpu import checking, part, stand_ins, thresholds, times  # noqa: E402
 from tools.gpu.rows import NOT_DRY, RIGHT, UNSTEADY, WRONG, Rows  # noqa: E402
 
@@ -325,7 +325,7 @@ def test_a_measured_row_has_what_the_table_of_thresholds_needs():
 
 
 def test_anchors_are_timed_beside_torch_and_compile(monkeypatch):
-    """At the sizes of `apex bench kernels`; their tensors are made when a group begins."""
+    """At the sizes of benchmarks.kernels; their tensors are made when a group begins."""
     monkeypatch.setattr(checking, "DRY", False)
     found = times.anchors()
     assert [name.removeprefix("anchor, ") for name in found] == [

@@ -275,10 +275,7 @@ def test_checks_are_chosen_by_any_of_the_words(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(part, "run_checks", lambda checks, rows: ran.extend(checks))
     part.main()
-    assert {name.partition(",")[0] for name in ran} == {
-        "tune[gated forward",
-        "tune[gated backward",
-    }
+    assert {name.partition(",")[0] for name in ran} == {"tune[gated forward", "tune[gated backward"}
     monkeypatch.setattr(sys, "argv", [*words[:-2], "no such"])
     part.main()
     (row,) = json.loads((tmp_path / "part.json").read_text())["rows"]

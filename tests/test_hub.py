@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from apex import _fused_layers, hub
+from apex import hub
 from apex.ops import _runtime
+from apex.patching import _layers as layers
 
 kernels = importlib.util.find_spec("kernels")
 with_kernels = pytest.mark.skipif(kernels is None, reason="the package kernels is not installed")
@@ -20,7 +21,7 @@ with_kernels = pytest.mark.skipif(kernels is None, reason="the package kernels i
 @pytest.mark.parametrize("name", hub.LAYERS)
 def test_layers_are_what_kernels_accepts(name):
     """No constructor, no members of their own, and one argument."""
-    layer = getattr(_fused_layers, name)
+    layer = getattr(layers, name)
     assert layer.__init__ is nn.Module.__init__
     known = {member for member, _ in inspect.getmembers(nn.Module)}
     more = {member for member, _ in inspect.getmembers(layer)} - known
@@ -56,8 +57,8 @@ def test_bound_layers_compute_layer_norm_and_swiglu(path):
         mlp.add_module(f"{name}_proj", linear)
     x = torch.randn(5, 32, device="cpu", dtype=torch.float32)
     with _runtime.use(path):
-        y = MethodType(_fused_layers.LayerNorm.forward, norm)(x)
-        z = MethodType(_fused_layers.SwiGLUMLP.forward, mlp)(x)
+        y = MethodType(layers.LayerNorm.forward, norm)(x)
+        z = MethodType(layers.SwiGLUMLP.forward, mlp)(x)
     torch.testing.assert_close(y, norm(x))
     both = torch.nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
     torch.testing.assert_close(z, mlp.down_proj(both))
@@ -74,7 +75,7 @@ def test_layers_compile_without_a_break(name):
     module.eps = 1e-5
     for part in ("gate_proj", "up_proj", "down_proj"):
         module.add_module(part, nn.Linear(8, 8, device="cpu", dtype=torch.float32))
-    module.forward = MethodType(getattr(_fused_layers, name).forward, module)
+    module.forward = MethodType(getattr(layers, name).forward, module)
     torch.compiler.reset()
     compiled = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), module.forward(x))
@@ -113,8 +114,8 @@ def test_kernels_takes_the_layers(llama):
             kernelize(llama, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device="cpu")
     finally:
         del mlp.kernel_layer_name
-    assert llama.model.norm.forward.__func__ is _fused_layers.RMSNorm.forward
-    assert llama.model.layers[1].mlp.forward.__func__ is _fused_layers.SwiGLUMLP.forward
+    assert llama.model.norm.forward.__func__ is layers.RMSNorm.forward
+    assert llama.model.layers[1].mlp.forward.__func__ is layers.SwiGLUMLP.forward
     with _runtime.use("triton"):
         torch.testing.assert_close(trained(llama), plain)
 
@@ -133,4 +134,4 @@ def test_kernel_config_of_transformers_finds_the_layers(llama):
         config.create_compatible_mapping(llama.train())
     repository = config.kernel_mapping["RMSNorm"]["cuda"][Mode.TRAINING]
     assert type(repository) is LocalLayerRepository
-    assert repository.load() is _fused_layers.RMSNorm
+    assert repository.load() is layers.RMSNorm

@@ -7,12 +7,15 @@ import sys
 import pytest
 
 import apex
-from apex.cli import command_line as cli
+from apex.commands import command_line as cli
 
 TESTS = pathlib.Path(__file__).parent
 
 # package -> what its modules may need, by design; `apex info` needs nothing
-NEEDS = {"apex.bench.": {"matplotlib", "numpy", "rich", "sklearn"}, "apex.kernels.": {"triton"}}
+NEEDS = {
+    "apex.commands.bench.": {"matplotlib", "numpy", "rich", "sklearn"},
+    "apex.kernels.": {"triton"},
+}
 
 PREPARE = f"""
 import sys
@@ -23,14 +26,10 @@ minimal.become_minimal()
 
 
 def _run(program):
-    done = subprocess.run(
-        # The warning is torch's own, about the NumPy that is not there.
-        [sys.executable, "-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
-        + ["-c", PREPARE + program],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # The warning is torch's own, about the NumPy that is not there.
+    ignored = "ignore:Failed to initialize NumPy:UserWarning"
+    words = [sys.executable, "-W", "error", "-W", ignored, "-c", PREPARE + program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -70,8 +69,8 @@ for name in blocked:
         exec(f"import {{name}}", {{"__name__": "apex.probe"}})
     except ModuleNotFoundError as error:
         print(error)
-from apex.cli.command_line import main
-from apex.info import speeds
+from apex.commands.command_line import main
+from apex.commands.info import speeds
 speeds.SIZES, speeds.SECONDS = {{"cpu": (8, 1)}}, 0
 more = {{"bench plot": ["a"], "info": ["--json"], "debug": ["a"], "debug repro": ["a"]}}
 more["what-if"] = more["check"] = ["a"]

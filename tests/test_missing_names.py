@@ -17,7 +17,7 @@ import apex.contrib.bottleneck
 import apex.contrib.multihead_attn
 import apex.contrib.optimizers
 import apex.contrib.sparsity
-from apex import _missing
+from apex._upstream import missing as _missing
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -234,7 +234,7 @@ def test_the_finder_is_installed_once_and_last():
 import importlib, sys
 before = list(sys.meta_path)
 import apex
-assert sys.meta_path == [*before, apex._missing.MissingNames]
+assert sys.meta_path == [*before, apex._upstream.missing.MissingNames]
 importlib.reload(apex)
 for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
     del sys.modules[name]

@@ -60,7 +60,6 @@ FEATURES = {  # of tests/private_features.py -> names in apex._compat.private th
     "overlapped_in_a_transform": "temporarily_clear_interpreter_stack",
     "overlapped_in_a_trace": "set_tracing_state",
     "overlapped_and_compiled": "CallbackTrigger callback_handler OptimizedModule",
-    "timed_kernels": "functorch_config",
     "timed_models": "dynamo_config",
 }
 QUICK = {"forward_ad", "foreach_lerp_", "neg_view", "DispatchKey", "tree_map"}  # one of each kind

@@ -1,12 +1,13 @@
 """``tools.mutate``: what it changes, which tests it repeats, what it says of surviving bugs."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
 
 import pytest
+
+from tests.trees import small_repository
 
 mutate = pytest.importorskip("tools.mutate", reason="not in a checkout")
 copies = pytest.importorskip("tools.copies")
@@ -78,13 +79,7 @@ def test_child():
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    folder = tmp_path / "tree"
-    folder.mkdir()
-    (folder / "module.py").write_text(MODULE)
-    (folder / "test_it.py").write_text(TESTS)
-    _git(folder, "init", "--quiet")
+    folder = small_repository(tmp_path / "tree", MODULE, TESTS)
     monkeypatch.setattr(mutate, "ROOT", folder)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return folder

@@ -169,7 +169,7 @@ OPTIMIZERS = {
 OTHERS = {"DistributedFusedAdam", "DistributedFusedLAMB", "OptimWrapper"}  # cannot be pickled
 OTHERS |= {"MasterOptimizer", "Computed"}  # bases of what is here, or of a program's classes
 OTHERS |= {"FusedAdamSWA"}  # its constructor takes three lists of weights; see test_openfold_triton
-COMMANDS = {"bench", "catalogue", "cli", "info", "selftest"}  # packages without classes for users
+COMMANDS = {"catalogue", "commands"}  # packages without classes for users
 # NVIDIA's have these, and they depend on the rank, or on the parameters.
 ALWAYS_THERE = {"vocab_start_index", "optim", "loss_scaler"}
 ALWAYS_THERE |= {"fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"}

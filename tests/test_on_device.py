@@ -125,14 +125,14 @@ def test_what_does_not_run_elsewhere_is_there():
 def test_waits_are_refused_in_one_place():
     """torch warns of the mode, and what leaves it on fails every later test.
 
-    The place is ``apex.selftest.gpu.waits_refused``.
+    The place is ``apex.commands.selftest.gpu.waits_refused``.
     """
     word, asking = "set_sync_debug" + "_mode", []
     for folder in ("tests", "tools", "src"):
         for file in (ROOT / folder).rglob("*.py"):
             if f'{word}("error")' in file.read_text("utf-8"):
                 asking.append(file.relative_to(ROOT).as_posix())
-    assert sorted(asking) == ["src/apex/selftest/gpu.py", "tests/test_on_device.py"]
+    assert sorted(asking) == ["src/apex/commands/selftest/gpu.py", "tests/test_on_device.py"]
 
 
 @pytest.mark.slow

@@ -2,13 +2,12 @@
 
 import collections
 import re
-import shutil
-import subprocess
 
 import pytest
 
 from tests import plant
 from tests.behaviours import BEHAVIOURS, Behaviour
+from tests.trees import small_repository
 from tools.copies import Copy
 
 COUNTS = {"amp": 20, "optimizers": 12, "ops": 10, "debug": 6, "report": 6}
@@ -37,10 +36,7 @@ def test_the_table_is_whole():
         ({"old": "not in the file"}, "old occurs 0 times"),
         ({"old": "\n"}, r"old occurs \d\d+ times"),
         ({"file": "src/apex/gone.py"}, "old occurs 0 times in src/apex/gone.py"),
-        (
-            {"test": "tests/test_plant.py::test_gone[case]"},
-            "no tests/test_plant.py::test_gone",
-        ),
+        ({"test": "tests/test_plant.py::test_gone[case]"}, "no tests/test_plant.py::test_gone"),
         ({"test": "tests/gone.py::test_one"}, "no tests/gone.py::test_one"),
     ],
 )
@@ -59,13 +55,7 @@ BUG = Behaviour("", "bug", "", "", "test_it.py::test_two", "module.py", "2 * x",
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    folder = tmp_path / "tree"
-    folder.mkdir()
-    (folder / "module.py").write_text(MODULE)
-    (folder / "test_it.py").write_text(TEST)
-    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    folder = small_repository(tmp_path / "tree", MODULE, TEST)
     monkeypatch.setattr(plant, "ROOT", folder)
     return folder
 

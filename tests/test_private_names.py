@@ -14,7 +14,7 @@ from tests.trees import EXTENSION_MODULES, SRC, files, tree
 
 # -- what is used is listed, and no more -----------------------------------------------------------
 
-PRELOADED = {"bench/training/worker.py: torch._dynamo"}  # imported early, if it is there
+PRELOADED = {"commands/bench/training/worker.py: torch._dynamo"}  # imported early, if it is there
 OF_PYTHON = {"_asdict", "_field_defaults", "_fields", "_replace", "_testMethodName"} | {
     "_threading_atexits"
 }
@@ -220,7 +220,6 @@ BEGUN = {
     "amp/grad_scaler": ("amp.GradScaler", "GradScaler"),
     "amp/distributed_checkpoint.py": ("torch.distributed.checkpoint.state_dict",),
     "amp/": ("amp.initialize",),
-    "_precision_policy.py": ("amp.initialize",),
     "optimizers/": ("FusedOptimizer", "GradScaler"),
     "contrib/optimizers/": ("DistributedFusedOptimizer", "FusedOptimizer", "GradScaler"),
     "ops/lists/shards.py": ("DistributedFusedOptimizer",),

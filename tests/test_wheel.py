@@ -32,16 +32,16 @@ for _ in range(3):
         scaled_loss.backward()
     optimizer.step()
 print(loss.item() < 1e9)
-from apex.cli import command_line as cli
-from apex.info import speeds
+from apex.commands import command_line as cli
+from apex.commands.info import speeds
 speeds.SIZES, speeds.SECONDS = {"cpu": (8, 1)}, 0
 print(cli.main(["info"]))
 """
 
 
 PACKAGES = """
-RNN _compat amp bench catalogue cli contrib debug fp16_utils fused_dense hub info kernels mlp
-multi_tensor_apply normalization ops optimizers parallel reparameterization selftest transformer
+RNN _compat _upstream amp catalogue commands contrib debug fp16_utils fused_dense hub kernels mlp
+multi_tensor_apply normalization ops optimizers parallel patching reparameterization transformer
 """  # by name: a folder that pyproject.toml has forgotten is left out without a word
 
 
@@ -112,7 +112,7 @@ def test_an_install_line_of_readme_works_without_a_network(line, wheel, tmp_path
     # git refuses a clone that belongs to somebody else, as in some containers
     git = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
     subprocess.run(words, check=True, env={**os.environ, **git})
-    program = "import apex, amp_C; print(apex.__file__); import apex.cli, apex.optimizers"
+    program = "import apex, amp_C; print(apex.__file__); import apex.commands, apex.optimizers"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=tmp_path, check=True, capture_output=True,
         text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -174,10 +174,10 @@ def test_ctrl_c_during_the_imports_is_one_line(capsys, monkeypatch):
     class Interrupted:
         @staticmethod
         def find_spec(name, path=None, target=None):
-            if name == "apex.cli.command_line":
+            if name == "apex.commands.command_line":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "apex.cli.command_line", raising=False)
+    monkeypatch.delitem(sys.modules, "apex.commands.command_line", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     assert _apex_command.main() == 130
     assert capsys.readouterr().err == "apex: interrupted\n"

@@ -3,6 +3,10 @@
 import ast
 import functools
 import pathlib
+import shutil
+import subprocess
+
+import pytest
 
 import apex
 
@@ -19,3 +23,14 @@ def files():
 def tree(file):
     """The tree of a file. Tests share it: change nothing in it."""
     return ast.parse(file.read_text())
+
+
+def small_repository(folder, module, tests):
+    """A git repository with a module and its tests."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    folder.mkdir()
+    (folder / "module.py").write_text(module)
+    (folder / "test_it.py").write_text(tests)
+    subprocess.run(["git", "init", "--quiet"], cwd=folder, check=True)
+    return folder

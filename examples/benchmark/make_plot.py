@@ -10,7 +10,7 @@ from pathlib import Path
 
 from run_benchmark import BATCHES, METHODS, RESULTS, device_name
 
-from apex.cli.command_line import main
+from apex.commands.command_line import main
 
 
 def run() -> int:

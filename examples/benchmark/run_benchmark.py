@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from apex.cli.command_line import main
+from apex.commands.command_line import main
 
 RESULTS = Path("results")
 METHODS = ("FP32", "FP16", "amp")

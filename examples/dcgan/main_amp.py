@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Adam
 
 from apex import amp
-from apex.bench.training.tasks.dcgan import discriminator, generator
+from apex.commands.bench.training.tasks.dcgan import discriminator, generator
 
 try:
     import digits

@@ -7,7 +7,7 @@ import types
 
 from torch import nn
 
-from apex.bench.training.tasks.networks import ResNet
+from apex.commands.bench.training.tasks.networks import ResNet
 
 __all__ = ["build", "names"]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from apex.bench.training.tasks.digits import originals
+from apex.commands.bench.training.tasks.digits import originals
 
 AT_LEAST = 20_000  # images to train on: 200 steps of 100 per epoch
 SIDE, DIGIT = 28, 20  # of an image, and of the digit in it, as in MNIST

@@ -12,17 +12,17 @@ An independent implementation, not affiliated with NVIDIA.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from apex import _missing
+from apex._upstream import missing as _missing
 
 if TYPE_CHECKING:
     from apex import amp
-    from apex._notices import (
+    from apex._upstream.notices import (
         DeprecatedFeatureWarning,
         RankInfoFormatter,
         check_cudnn_version_and_warn,
         deprecated_warning,
     )
-    from apex._patch import patch
+    from apex.patching.models import patch
 
 __all__ = [
     "DeprecatedFeatureWarning",
@@ -55,11 +55,11 @@ _PARTS = (
 
 
 _NAMES = {  # the module that each is imported from
-    "DeprecatedFeatureWarning": "apex._notices",
-    "RankInfoFormatter": "apex._notices",
-    "check_cudnn_version_and_warn": "apex._notices",
-    "deprecated_warning": "apex._notices",
-    "patch": "apex._patch",
+    "DeprecatedFeatureWarning": "apex._upstream.notices",
+    "RankInfoFormatter": "apex._upstream.notices",
+    "check_cudnn_version_and_warn": "apex._upstream.notices",
+    "deprecated_warning": "apex._upstream.notices",
+    "patch": "apex.patching.models",
 }
 
 

@@ -1,6 +1,6 @@
 """``python -m apex``: the same command line as the ``apex`` script."""
 
-from apex.cli.command_line import main
+from apex.commands.command_line import main
 
 __all__: list[str] = []
 

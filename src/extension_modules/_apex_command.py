@@ -13,7 +13,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 def main() -> int:
     """Run the command line; Ctrl-C during the imports is one line, too."""
     try:
-        from apex.cli.command_line import main as command_line
+        from apex.commands.command_line import main as command_line
     except KeyboardInterrupt:
         sys.stderr.write("apex: interrupted\n")
         return 130

@@ -443,7 +443,7 @@ def test_state_that_was_made_or_moved_under_inference_mode_can_be_written():
     with torch.inference_mode():
         scaler, counts = LossScaler("dynamic"), TakenSteps(CPU)
         scaler._move_to(torch.device("meta"))
-        assert not scaler._state.is_inference()
+        assert not scaler.numbers.is_inference()
         scaler = LossScaler("dynamic")
         scaler.finish_pass(torch.tensor(1.0))
     scaler.count_step()
@@ -455,10 +455,10 @@ def test_the_scale_stays_on_the_first_gpu():
     """A graph reads and writes it there; other devices get copies."""
     scaler = LossScaler("dynamic")
     scaler.scale_on(torch.device("meta"))
-    state = scaler._state
+    state = scaler.numbers
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         scaler.scale_on(CPU)
-    assert scaler._state is state
+    assert scaler.numbers is state
 
 
 @pytest.mark.parametrize("on_the_device", [True, False])

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex import amp
 from apex.amp import GradScaler
+from apex.commands.selftest.gpu import waits_refused
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
 from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers import FusedAdam, FusedLAMB
-from apex.selftest.gpu import waits_refused
 from tests.ranks import COLLECTIVE
 
 SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from apex.bench.memory import peak_bytes
+from apex.commands.bench.memory import peak_bytes
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _runtime
 from apex.ops.losses import linear_cross_entropy as ops

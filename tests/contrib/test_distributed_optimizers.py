@@ -20,17 +20,11 @@ from tests.contrib.sharded_programs import (
     REMAINDERS,
     SMALL,
 )
-from tests.ranks import Ranks, processes
+from tests.ranks import from_two
 from tests.tolerance import CLIPPED, ROUNDED_WEIGHTS, assert_close_to_largest
 
 pytestmark = pytest.mark.dist
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("sharded"), count=4) as ranks:
-        yield ranks
 
 
 def assert_all_are(answers, wanted):
@@ -437,18 +431,8 @@ def test_states_that_do_not_fit(four):
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others(tmp_path):
-    context, store = processes(), str(tmp_path / "store")
-    here, there = context.Pipe()
-    both = [context.Process(target=programs.killed, args=(store, n, there)) for n in (0, 1)]
-    for process in both:
-        process.start()
-    try:
-        assert here.poll(60)
-        assert "a collective failed. Has another rank ended" in here.recv()
-    finally:
-        for process in both:
-            process.kill()
-            process.join()
+    text = from_two(programs.killed, tmp_path)
+    assert "a collective failed. Has another rank ended" in text
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.9's own

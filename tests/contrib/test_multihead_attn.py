@@ -361,11 +361,7 @@ class _Caller(torch.nn.Module):
         self.layer = layer
 
     def forward(
-        self,
-        query,
-        key,
-        padding: torch.Tensor | None = None,
-        time: torch.Tensor | None = None,
+        self, query, key, padding: torch.Tensor | None = None, time: torch.Tensor | None = None
     ):
         return self.layer(query, key, key, padding, False, time, True)[0]
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from apex.commands.selftest.gpu import waits_refused
 from apex.contrib.fmha.fmha import attention
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.transducer import TransducerJoint, TransducerLoss
-from apex.selftest.gpu import waits_refused
 from tests.tolerance import ATTENTION_GRADIENTS, assert_close_in_rms, assert_one_rounding
 
 DEVICE = "cuda"

@@ -21,12 +21,7 @@ from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamS
 from apex.ops import _runtime
 from apex.ops.lists import multi_tensor
 from tests.optimizers.common import PATHS, check_steps, on, parameters
-from tests.tolerance import (
-    ATTENTION_GRADIENTS,
-    PRODUCTS,
-    assert_close_in_rms,
-    assert_one_rounding,
-)
+from tests.tolerance import ATTENTION_GRADIENTS, PRODUCTS, assert_close_in_rms, assert_one_rounding
 
 paths = pytest.mark.parametrize("path", PATHS)
 FLOAT, BRAIN = torch.float32, torch.bfloat16

@@ -20,6 +20,7 @@ from tests.optimizers.common import (
     on,
     parameters,
     same,
+    started,
     train,
     values,
 )
@@ -206,8 +207,7 @@ def test_a_flag_that_is_not_read(monkeypatch):
 def test_hooks_run_once(make):
     """A step is one, whichever way it is called, and after the new classes were used."""
     train(NewSGD(parameters(), lr=0.1), [], range(1))
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=SMALL)
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     train(optimizer, params, range(1))
@@ -220,8 +220,7 @@ def test_hooks_run_once(make):
 @pytest.mark.parametrize("argument", ["grads", "output_params"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_lists_that_do_not_fit(make, argument):
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=SMALL)
     give_grads(params, 0)
     before = values(params)
     with pytest.raises(ValueError, match=rf"{argument} held \[1\] tensors by group.*\[2\]"):

@@ -10,16 +10,10 @@ import torch
 from apex.contrib.optimizers._sharded_parameters import _in_compiled_module
 from tests.contrib import overlapped_programs as programs
 from tests.contrib.overlapped_readers import RIGHT, SAID, SLOW
-from tests.ranks import Ranks, processes
+from tests.ranks import Ranks, from_two
 from tests.tolerance import ADAM_UNDER_DDP
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("overlapped")) as ranks:
-        yield ranks
 
 
 @pytest.mark.slow
@@ -74,18 +68,8 @@ def test_nothing_is_left_behind(two):
 
 @pytest.mark.slow
 def test_a_reader_learns_that_a_rank_has_ended(tmp_path):
-    context, store = processes(), str(tmp_path / "store")
-    here, there = context.Pipe()
-    both = [context.Process(target=programs.lost, args=(store, n, there)) for n in (0, 1)]
-    for process in both:
-        process.start()
-    try:
-        assert here.poll(60)
-        assert all("a collective failed. Has another rank ended" in text for text in here.recv())
-    finally:
-        for process in both:
-            process.kill()
-            process.join()
+    texts = from_two(programs.lost, tmp_path)
+    assert all("a collective failed. Has another rank ended" in text for text in texts)
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import amp
+from apex.catalogue.optimizers import makers
 from apex.contrib.sparsity import ASP, create_mask, sparse_masklib
 from apex.contrib.sparsity.asp import ASPError, eligible_modules
 from apex.fp16_utils import FP16_Optimizer
-from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from apex.optimizers import FusedAdam
 
 MASK = "__weight_mma_mask"
 
@@ -176,9 +177,7 @@ def prune(model, optimizer, **options):
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1),
-    "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
-    "FusedLAMB": lambda params: FusedLAMB(params, lr=0.01),
+    **makers(lr=0.01, weight_decay=0.1),
 }
 optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 

@@ -19,9 +19,9 @@ import torch
 import torch._dynamo
 
 from apex import amp, debug  # noqa: F401  # one of the scripts imports amp
-from apex.cli.command_line import main as command
-from apex.cli.debugging import command as _command  # noqa: F401
-from apex.cli.debugging import program as _program  # noqa: F401
+from apex.commands.command_line import main as command
+from apex.commands.debugging import command as _command  # noqa: F401
+from apex.commands.debugging import program as _program  # noqa: F401
 
 
 def run_plainly():

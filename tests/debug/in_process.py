@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from apex.cli import check
-from apex.cli import command_line as cli
-from apex.cli.debugging import command
+from apex.commands import check
+from apex.commands import command_line as cli
+from apex.commands.debugging import command
 
 
 def main(arguments):

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from apex.cli.debugging import script
+from apex.commands.debugging import script
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from apex.bench.training import plots
+from apex.commands.bench.training import plots
 from tests.examples.imported import EXAMPLES
 
 FOLDER = EXAMPLES / "benchmark"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from apex._mistakes import KINDS
+from apex.debug.check.mistakes import KINDS
 from tests.debug.in_process import main
 from tests.examples.imported import EXAMPLES
 

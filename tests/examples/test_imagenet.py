@@ -95,8 +95,7 @@ def test_hits(classes):
 
 
 @pytest.mark.parametrize(
-    ("arch", "parameters", "keys"),
-    [("resnet18", 11_689_512, 122), ("resnet50", 25_557_032, 320)],
+    ("arch", "parameters", "keys"), [("resnet18", 11_689_512, 122), ("resnet50", 25_557_032, 320)]
 )
 def test_our_resnets_are_those_of_torchvision(arch, parameters, keys, monkeypatch):
     """Sizes and names of torchvision's, whose checkpoints load."""

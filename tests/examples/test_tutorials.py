@@ -18,12 +18,7 @@ from apex import amp
 from apex.amp import _speech
 from tests import forked
 from tests.ranks import without_gloo
-from tests.tolerance import (
-    O1_REGRESSION,
-    TORCHS_FLOAT16,
-    TUTORIAL_ACCUMULATED,
-    TUTORIAL_FUSED,
-)
+from tests.tolerance import O1_REGRESSION, TORCHS_FLOAT16, TUTORIAL_ACCUMULATED, TUTORIAL_FUSED
 
 CPU = not torch.cuda.is_available()  # where the programs run
 

@@ -3,7 +3,7 @@
 import re
 
 from apex import amp
-from apex.cli.command_line import main
+from apex.commands.command_line import main
 from tests.examples.imported import EXAMPLES, program
 
 FOLDER = EXAMPLES / "what_if"

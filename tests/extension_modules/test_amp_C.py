@@ -5,14 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.multi_tensor_apply.common import (
-    PATHS,
-    exact,
-    joined,
-    no_flag,
-    on,
-    tensors,
-)
+from tests.multi_tensor_apply.common import PATHS, exact, joined, no_flag, on, tensors
 from tests.tolerance import assert_one_rounding
 
 NUMBERS = {  # what follows the lists, and how many lists there are

@@ -4,15 +4,7 @@ import amp_C
 import pytest
 import torch
 
-from tests.multi_tensor_apply.common import (
-    FLOATS,
-    PATHS,
-    check,
-    exact,
-    no_flag,
-    on,
-    tensors,
-)
+from tests.multi_tensor_apply.common import FLOATS, PATHS, check, exact, no_flag, on, tensors
 from tests.tolerance import assert_one_rounding
 
 BETA1, BETA2, EPS, LR, DECAY = 0.9, 0.99, 1e-3, 0.25, 0.125

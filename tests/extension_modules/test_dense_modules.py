@@ -15,13 +15,7 @@ from apex import _compat
 from apex.fused_dense import FusedDenseFunc, FusedDenseGeluDenseFunc
 from apex.mlp import MlpFunction
 from apex.ops.layers import dense
-from tests.tolerance import (
-    PRODUCTS,
-    TWO_LAYERS,
-    assert_close_in_rms,
-    assert_one_rounding,
-    integers,
-)
+from tests.tolerance import PRODUCTS, TWO_LAYERS, assert_close_in_rms, assert_one_rounding, integers
 
 NARROW = (torch.bfloat16, torch.float16)
 

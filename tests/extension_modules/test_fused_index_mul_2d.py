@@ -7,10 +7,7 @@ import torch
 from apex.ops import _runtime
 from tests.tolerance import assert_one_rounding
 
-KINDS = {
-    "float": (torch.float32, torch.bfloat16, torch.float64),
-    "half": (torch.float16,),
-}
+KINDS = {"float": (torch.float32, torch.bfloat16, torch.float64), "half": (torch.float16,)}
 
 
 def data(dtype):

@@ -11,7 +11,6 @@ from torch import nn
 from apex import parallel
 from apex.fp16_utils import FP16_Optimizer
 from tests import checkpoints, tolerance
-from tests.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -20,12 +19,6 @@ WRAPPERS = {
     "apex, delayed": lambda model: parallel.DistributedDataParallel(model, delay_allreduce=True),
     "torch": lambda model: nn.parallel.DistributedDataParallel(model),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("ranks")) as both:
-        yield both
 
 
 class Net(nn.Module):
@@ -79,8 +72,8 @@ def _mean_gradients(rank):
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_ranks_train_one_model(ranks, name):
-    first, second = ranks.run(functools.partial(train, name=name))
+def test_ranks_train_one_model(two, name):
+    first, second = two.run(functools.partial(train, name=name))
     checkpoints.assert_equal(first[1], second[1])
     assert [one[2] for one in first[0]] == [256.0, 128.0, 128.0, 256.0]
     assert [one[1:] for one in first[0]] == [one[1:] for one in second[0]]
@@ -121,8 +114,8 @@ FINDS_UNUSED = {
 
 
 @pytest.mark.parametrize("name", FINDS_UNUSED)
-def test_a_float32_parameter_that_one_rank_does_not_use(ranks, name):
-    first, second = ranks.run(functools.partial(unused, name=name))
+def test_a_float32_parameter_that_one_rank_does_not_use(two, name):
+    first, second = two.run(functools.partial(unused, name=name))
     checkpoints.assert_equal(first, second)
     model = OneUses()
     weights = [*model.norm.parameters()]

@@ -26,13 +26,10 @@ from tests.gpu import arithmetic
 from tests.gpu.machine import Launch
 from tests.gpu.memory import Counters, Fault
 from tests.gpu.translation import Code
-from tests.kernels.driver import LARGEST_GRID, Hopper, without_machine_code, without_plans
+from tests.kernels import driver as driver_of_nothing
+from tests.kernels.driver import Hopper, without_machine_code, without_plans
 
-LISTS = (
-    "list_kernel",
-    "quantized_kernel",
-    "segment_kernel",
-)  # promise the bits of their definition
+LISTS = ("list_kernel", "quantized_kernel", "segment_kernel")  # have the bits of their definition
 FLOATS = {"fp32": "f4", "fp64": "f8"}
 
 
@@ -55,17 +52,17 @@ _running = [Running()]  # the last one counts: Triton keeps launchers for as lon
 _made = []  # the launcher whose kernel is being loaded
 
 
-class Launcher:
+class Launcher(driver_of_nothing.Launcher):
     """Runs a kernel. Triton makes one for each, then loads the kernel."""
 
     def __init__(self, source, metadata):
+        super().__init__(source, metadata)
         self.signature, self.metadata, self.code = source.signature, metadata, None
         _made.append(self)
 
     def __call__(self, x, y, z, stream, function, packed, launch, enter, leave, *arguments):
-        name, running = self.metadata.name, _running[-1]
-        if any(number > most for number, most in zip((x, y, z), LARGEST_GRID, strict=True)):
-            raise RuntimeError(f"{name}: grid {(x, y, z)}, allowed is {LARGEST_GRID}")
+        super().__call__(x, y, z)
+        name, running = self.name, _running[-1]
         if name in LISTS and self.code.loose:
             raise Fault(f"{name}: bits that are open: {', '.join(sorted(self.code.loose))}")
         running.launched.append(name)

@@ -9,8 +9,8 @@ import torch
 
 from apex.catalogue.entry import DTYPES, Checked, Inputs, Op
 from apex.catalogue.ops import OPS
+from apex.commands.selftest import check, ops, optimizers, training
 from apex.ops import _runtime
-from apex.selftest import check, ops, optimizers, training
 from tests.gpu.driver import gpu
 from tests.gpu.network import losses
 from tests.kernels.operations import BY_NAME, VARIANTS, made, operations

@@ -60,11 +60,12 @@ def mixed(device):
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-def stepped(make, dtype=FLOAT, **attributes):
+def stepped(make, dtype=FLOAT, lrs=(), **attributes):
     """``attributes`` are set to tensors on the device, as torch's GradScaler does."""
 
     def prepare(device):
-        optimizer = make(parameters(device, dtype))
+        groups = [{"params": parameters(device, dtype), "lr": lr} for lr in lrs]
+        optimizer = make(groups or parameters(device, dtype))
         for name, value in attributes.items():
             setattr(optimizer, name, torch.full((), value, device=device))
         return optimizer.step
@@ -81,18 +82,6 @@ def with_tensor_lr(device):
     optimizer = FusedAdam(parameters(device), capturable=True)
     optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=device)  # a constructor reads it
     return optimizer.step
-
-
-def in_groups(make, lrs, **attributes):
-    """``attributes`` as in :func:`stepped`."""
-
-    def prepare(device):
-        optimizer = make([{"params": parameters(device), "lr": lr} for lr in lrs])
-        for name, value in attributes.items():
-            setattr(optimizer, name, torch.full((), value, device=device))
-        return optimizer.step
-
-    return prepare
 
 
 def with_gaps(make):
@@ -123,14 +112,14 @@ def optimizers():
             if not variant.larc and "apex.contrib" not in name:
                 yield name, launches + clips, stepped(make, dtype)
             if variant.every_test and not variant.title:
-                equal = in_groups(make, (0.1, 0.1, 0.1), **scaler)
+                equal = stepped(make, lrs=(0.1, 0.1, 0.1), **scaler)
                 yield f"{name}, scaled", launches, stepped(make, HALF, **scaler)
                 yield (
                     f"{name}, dtypes",
                     3 * launches,
                     lambda device, make=make: make(mixed(device)).step,
                 )
-                yield f"{name}, groups", apart, in_groups(make, (0.1, 0.2, 0.3))
+                yield f"{name}, groups", apart, stepped(make, lrs=(0.1, 0.2, 0.3))
                 yield f"{name}, equal groups", launches if make.func._joins_groups else apart, equal
                 yield f"{name}, gaps", launches, with_gaps(make)
                 yield f"{name}, devices", 2 * launches, on_both_devices(make)
@@ -245,33 +234,22 @@ def lists():
 # -- tensors: forward and backward, without autograd ---------------------------------------------
 
 
-def layer_norm(rows, columns, dtype, from_output):
+def norm(rms, rows, columns, dtype, from_output):
+    """``rms`` is the beginning of its functions' names, empty for layer norm."""
+    forward, backward = (
+        getattr(fused_layer_norm_cuda, f"{rms}{way}_affine") for way in ("forward", "backward")
+    )
+
     def prepare(device):
         x = torch.empty(rows, columns, dtype=dtype, device=device)
-        weight, bias = (torch.empty(columns, dtype=dtype, device=device) for _ in range(2))
+        weights = column(device, dtype, [(columns,)] * (1 if rms else 2))
 
         def both():
-            y, mean, rstd = fused_layer_norm_cuda.forward_affine(x, (columns,), weight, bias, 1e-5)
-            saved, mean = (y, None) if from_output else (x, mean)
-            fused_layer_norm_cuda.backward_affine(
-                y, mean, rstd, saved, (columns,), weight, bias, 1e-5, from_output
-            )
-
-        return both
-
-    return prepare
-
-
-def rms_norm(rows, columns, dtype, from_output):
-    def prepare(device):
-        x = torch.empty(rows, columns, dtype=dtype, device=device)
-        weight = torch.empty(columns, dtype=dtype, device=device)
-
-        def both():
-            y, rstd = fused_layer_norm_cuda.rms_forward_affine(x, (columns,), weight, 1e-5)
-            fused_layer_norm_cuda.rms_backward_affine(
-                y, rstd, y if from_output else x, (columns,), weight, 1e-5, from_output
-            )
+            y, *statistics = forward(x, (columns,), *weights, 1e-5)
+            if from_output and not rms:
+                statistics[0] = None
+            saved = y if from_output else x
+            backward(y, *statistics, saved, (columns,), *weights, 1e-5, from_output)
 
         return both
 
@@ -370,12 +348,12 @@ def by_places(t, make):
 
 
 def tensors():
-    for name, norm in (("layer norm", layer_norm), ("rms norm", rms_norm)):
-        yield name, 3, norm(8192, 4096, HALF, False)  # one forward, two backward
-        yield f"{name}, from output", 3, norm(8192, 4096, BRAIN, True)
+    for name, rms in (("layer norm", ""), ("rms norm", "rms_")):
+        yield name, 3, norm(rms, 8192, 4096, HALF, False)  # one forward, two backward
+        yield f"{name}, from output", 3, norm(rms, 8192, 4096, BRAIN, True)
         # gradients of the weight are a pass of their own
-        yield f"{name}, wide", 4, norm(256, 65536, FLOAT, False)
-        yield f"{name}, very wide", 4, norm(1, 3 * 2048 * 2048, HALF, False)
+        yield f"{name}, wide", 4, norm(rms, 256, 65536, FLOAT, False)
+        yield f"{name}, very wide", 4, norm(rms, 1, 3 * 2048 * 2048, HALF, False)
     yield "fast_layer_norm", 3, fast_norm
     yield "group norm", 6, group_norm
     yield "cross-entropy", 3, cross_entropy(4096, 32000)

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from tools.kernels import derived, finding
 from tools.kernels.case import launched, launches, meta
 
 
@@ -42,3 +43,21 @@ def test_kernels_run_again_behind_the_block():
     with pytest.raises(KeyError):
         launches(fail)
     assert type(scaled_rows).__getitem__ is launcher
+
+
+def told(cases):
+    """What is compiled, and what is expected of it."""
+    return {
+        (case.kernel, repr((case.signature, case.constants, case.divisible)), case.reads,
+         case.writes, case.tile, case.tail)
+        for case in cases
+    }  # fmt: skip
+
+
+def test_cases_that_are_not_listed_are_those_of_the_catalogue():
+    """Those of an op whose tensors have one shape are the listed ones."""
+    assert told(derived.cases("swiglu")) == told(finding.cases_of("apex.kernels.swiglu"))
+    cases = finding.cases_of("apex.kernels.lion")  # which lists none
+    assert {case.name for case in cases} == {"lion"}
+    assert len({case.variant for case in cases}) == len(cases) > 9
+    assert finding.cases_of("apex.kernels.multi_tensor") == []

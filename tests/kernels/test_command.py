@@ -61,14 +61,10 @@ for words in json.loads(sys.argv[1]):
 
 def _python(*words, **environment):
     """Run a process of its own."""
-    path = os.pathsep.join([str(SOURCE), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-W", "error", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    )
+    path = {"PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path])}
+    words = [sys.executable, "-W", "error", *words]
+    environment = os.environ | path | environment
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
 
 
 def _one_line(capsys):

@@ -15,12 +15,11 @@ pytest.importorskip("triton")
 
 import triton
 
-from apex import _measured
 from apex.catalogue.entry import DTYPES, Checked
-from apex.kernels import _settings, partial_sums, row_norms, swiglu
+from apex.commands.selftest import ops as checks
+from apex.commands.selftest.check import Setting
+from apex.kernels import _measured, _settings, partial_sums, row_norms, swiglu
 from apex.ops import _runtime
-from apex.selftest import ops as checks
-from apex.selftest.check import Setting
 from tests.kernels import launches
 
 PLACE = ("a card", triton.__version__, torch.__version__.split("+")[0])

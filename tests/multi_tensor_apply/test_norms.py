@@ -5,12 +5,7 @@ import torch
 
 from apex.ops.lists.multi_tensor import run
 from apex.ops.lists.scale import SCALE, SQUARE, ScaleScalars
-from apex.ops.lists.tensor_norms import (
-    l2_norm,
-    l2_norms,
-    max_norms,
-    square_sums,
-)
+from apex.ops.lists.tensor_norms import l2_norm, l2_norms, max_norms, square_sums
 from tests.multi_tensor_apply.common import (
     CHUNK,
     FLOATS,

@@ -16,11 +16,7 @@ ADAM = {
     "bias_correction": True,
     "step": 3,
 }
-NOVOGRAD = ADAM | {
-    "reg_inside_moment": False,
-    "grad_averaging": True,
-    "norm_type": 2,
-}
+NOVOGRAD = ADAM | {"reg_inside_moment": False, "grad_averaging": True, "norm_type": 2}
 SGD = {"lr": 0.05, "dampening": 0.1, "weight_decay": 0.1, "wd_after_momentum": False}
 
 
@@ -49,6 +45,7 @@ def novograds(**options):
     return novograd, step
 
 
+# Those that torch has a kernel for, and NovoGrad.
 STEPS = {  # the module that runs the definition, the step, how many states
     "adam": (*adams(adam_w_mode=False), 2),
     "adamw": (*adams(adam_w_mode=True), 2),

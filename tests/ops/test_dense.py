@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from apex.bench.memory import peak_bytes
+from apex.commands.bench.memory import peak_bytes
 from apex.fused_dense import DenseNoBiasFunc, FusedDenseFunc, FusedDenseGeluDenseFunc
 from apex.mlp import MlpFunction, mlp_function
 from apex.ops.layers import dense

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from apex.commands.selftest.gpu import waits_refused
 from apex.ops import _runtime
 from apex.ops.norms import group_norm as ops
 from apex.ops.norms.group_norm import group_norm
-from apex.selftest.gpu import waits_refused
 from tests.norms import group_norm_reference
 from tests.tolerance import (
     GROUP_NORM,

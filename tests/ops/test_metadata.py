@@ -9,7 +9,7 @@ from apex.ops.lists import metadata
 from apex.ops.lists.metadata import of_metadata
 from apex.ops.lists.tensor_lists import are_uniform, as_vector, uniform_numels
 from apex.optimizers import FusedAdam
-from tests.optimizers.common import PATHS, give_grads, on, parameters, same
+from tests.optimizers.common import PATHS, give_grads, on, same, started
 
 SHAPES = ((4, 6), (4, 6), (5,))
 
@@ -178,8 +178,7 @@ def test_steps_on_changed_gradients(new, path, monkeypatch):
     for guards in (metadata._Guards, None):
         monkeypatch.setattr(metadata, "_Guards", guards)
         metadata._kept.cache_clear()
-        params = parameters(shapes=SHAPES)
-        optimizer = FusedAdam(params, lr=0.02)
+        params, optimizer = started(FusedAdam, shapes=SHAPES, lr=0.02)
         for number in range(4):
             give_grads(params, number)
             if number == 2:
@@ -192,8 +191,7 @@ def test_steps_on_changed_gradients(new, path, monkeypatch):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_parameter_of_another_shape_is_refused(path):
-    params = parameters(shapes=SHAPES)
-    optimizer = FusedAdam(params)
+    params, optimizer = started(FusedAdam, shapes=SHAPES)
     for number in range(2):
         give_grads(params, number)
         with on(path):

@@ -17,8 +17,7 @@ from tests.tolerance import integers
 
 # Stands for a kernel file. It has a gradient for x alone.
 KERNELS = types.SimpleNamespace(
-    forward=lambda x, factor: x @ factor,
-    backward=lambda dy, needs, x, factor: [dy @ factor.t()],
+    forward=lambda x, factor: x @ factor, backward=lambda dy, needs, x, factor: [dy @ factor.t()]
 )
 PRODUCT = op("product(Tensor x, Tensor factor) -> Tensor y", torch.mm, grads=("x",))
 RULES = {

@@ -74,6 +74,50 @@ def train(optimizer, params, steps, path=None, scale=1.0):
     return values(params)
 
 
+def started(make, dtype=torch.float32, shapes=SHAPES, *, steps=0, path=None, **options):
+    """Parameters, and an optimizer of them that has taken some steps."""
+    params = parameters(dtype, shapes)
+    optimizer = make(params, **options)
+    train(optimizer, params, range(steps), path)
+    return params, optimizer
+
+
+def check_closure(optimizer, params):
+    """A step calls its closure once, returns its loss and lessens it; hooks are called."""
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(param.square().sum() for param in params)
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    assert optimizer.step(closure).item() == before
+    assert closure().item() < before
+    assert seen == ["hook"]
+
+
+def stepped_on_expanded_gradients(make, path):
+    """Parameters after a step on gradients whose elements share memory, and on others."""
+    params, expected = parameters(shapes=SHAPES[2:5:2]), parameters(shapes=SHAPES[2:5:2])
+    for param, other in zip(params, expected, strict=True):
+        param.grad = torch.ones(()).expand(param.shape)
+        other.grad = torch.ones_like(other)
+    with on(path):
+        make(params).step()
+        make(expected).step()
+    assert all(param.grad.eq(1).all() for param in params)
+    return values(params), values(expected)
+
+
+def normal(seed, shapes):
+    """Tensors of normally distributed numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
 def same(left, right):
     return all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())

@@ -4,19 +4,15 @@ import functools
 
 import torch
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from apex.catalogue.optimizers import WITH_8_BITS, makers
 from apex.optimizers import FusedAdam
-from tests.optimizers.common import on
+from tests import checkpoints
+from tests.optimizers.common import normal, on
+from tests.ranks import error_of
 
 OURS = makers(lr=0.02, weight_decay=0.1, max_grad_norm=0.0)
 MAKERS = {name: OURS[name] for name in WITH_8_BITS}
@@ -31,9 +27,7 @@ def meshes():
     return {count: DeviceMesh("cpu", range(count)) for count in (2, 4)}
 
 
-def tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 def full(tensor):
@@ -43,11 +37,11 @@ def full(tensor):
 class Training:
     """Steps on given gradients; ``count`` ranks share the tensors, 1 is a process alone."""
 
-    def __init__(self, name, count, path=None):
+    def __init__(self, name, count, path=None, state="8bit"):
         self.count, self.path = count, path
         made = [torch.nn.Parameter(self.spread(x)) for x in tensors(0)]
         self.model = torch.nn.ParameterList(made)
-        self.optimizer = MAKERS[name](self.model.parameters(), state="8bit")
+        self.optimizer = MAKERS[name](self.model.parameters(), state=state)
 
     def spread(self, tensor):
         if self.count == 1:
@@ -68,45 +62,37 @@ class Training:
             {key: full(value) for key, value in state.items()} for state in states
         ]
 
-    def parts(self):
-        return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        }
-
     def talks(self):
         if self.count == 1:
             return {"no_dist": True}
         return {"process_group": meshes()[self.count].get_group()}
 
     def save(self, folder):
-        checkpoint.save(self.parts(), checkpoint_id=folder, **self.talks())
+        saved = checkpoints.parts(self.model, self.optimizer)
+        checkpoint.save(saved, checkpoint_id=folder, **self.talks())
 
     def load(self, folder):
-        loaded = self.parts()
-        checkpoint.load(loaded, checkpoint_id=folder, **self.talks())
-        set_model_state_dict(self.model, loaded["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, loaded["optimizer"])
+        checkpoints.load(self.model, self.optimizer, folder, **self.talks())
 
 
-def stepped(rank, name, path):
+def stepped(rank, name, path, state="8bit"):
     """What is kept after three steps on 1, 2 and 4 ranks, of those that this one is among."""
     meshes()
     found = {}
     for count in (1, 2, 4):
         if rank < count or count == 1:
-            training = Training(name, count, path)
+            training = Training(name, count, path, state)
             training.step(range(1, 4))
             found[count] = training.kept()
     return found
 
 
-def chained(rank, name, folder, count, before, seed):
+def chained(rank, name, folder, count, before, seed, state="8bit"):
     """One stage of a training: load what other ranks saved, step, save; what is kept then."""
     meshes()
     if rank >= count:
         return None
-    training = Training(name, count, "reference")
+    training = Training(name, count, "reference", state)
     if before:
         training.load(f"{folder}/{before}")
     training.step([seed])
@@ -119,12 +105,7 @@ def refused(rank):
     mesh, found = meshes()[4], []
     for shape, place in (((64, 64), Shard(1)), ((8, 8), Shard(1)), ((64, 64), Replicate())):
         param = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [place]))
-        try:
-            FusedAdam([param], state="8bit")
-        except RuntimeError as error:
-            found.append(str(error))
-        else:
-            found.append("")
+        found.append(error_of(FusedAdam, [param], state="8bit"))
     return found
 
 

@@ -4,24 +4,16 @@ import functools
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from apex.optimizers import FusedMuon, _muon_shards
+from tests import checkpoints
+from tests.optimizers.common import normal
+from tests.ranks import error_of
 
 # Uneven shards, one that two ranks have nothing of, a stack, a vector and a convolution.
 SHAPES = ((9, 6), (6, 9), (9, 6), (1, 5), (7, 7), (5,), (2, 3, 2, 2))
@@ -59,9 +51,7 @@ def whole(tensor):
     return tensor.to_local()
 
 
-def tensors(seed, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 class Calls:
@@ -110,7 +100,7 @@ def in_batches(rank, sent):
 
 def stack_of_experts(rank):
     """A stack of four matrices, sharded between them: each rank has a whole one."""
-    (start, grad), case = tensors(0, [(4, 5, 7)] * 2), "Shard(0)"
+    (start, grad), case = tensors(0, shapes=[(4, 5, 7)] * 2), "Shard(0)"
     param, alone = nn.Parameter(spread(start, case)), nn.Parameter(start.clone())
     param.grad, alone.grad = spread(grad, case), grad
     FusedMuon([alone]).step()
@@ -174,7 +164,7 @@ def trained(rank, kind, **options):
         place, count = on.get_local_rank(), 2
     makers = [FusedMuon(m.named_parameters(), lr=0.02, **options) for m in (several, alone)]
     for seed in range(5):
-        x, y = tensors(seed, [(16, 10), (16, 8)])
+        x, y = tensors(seed, shapes=[(16, 10), (16, 8)])
         for model, optimizer in zip((several, alone), makers, strict=True):
             part = slice(None)
             if model is several:
@@ -193,7 +183,7 @@ def strided(rank, **options):
     for number, (param, other) in enumerate(
         zip(several.parameters(), alone.parameters(), strict=True)
     ):
-        (other.grad,) = tensors(number, [other.shape])
+        (other.grad,) = tensors(number, shapes=[other.shape])
         here = other.grad
         for dim, place in reversed([*enumerate(param.placements)]):  # tensor parallelism is first
             if not place.is_replicate():
@@ -215,58 +205,27 @@ def resumed(rank, kind, folder):
 
     def train(model, optimizer, seeds):
         for seed in seeds:
-            (x,) = tensors(seed, [(4, 10)])
+            (x,) = tensors(seed, shapes=[(4, 10)])
             model(x.bfloat16()).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    def state(model, optimizer):
-        return {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
-
-    model, optimizer = made()
-    train(model, optimizer, range(2))
-    checkpoint.save(state(model, optimizer), checkpoint_id=folder)
-    train(model, optimizer, range(2, 4))
-    other, its = made()
-    loaded = state(other, its)
-    checkpoint.load(loaded, checkpoint_id=folder)
-    set_model_state_dict(other, loaded["model"])
-    set_optimizer_state_dict(other, its, loaded["optimizer"])
-    train(other, its, range(2, 4))
-    different, placed = 0, True
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        left, right = optimizer.state[mine], its.state[theirs]
-        assert left.keys() == right.keys()
-        for one, two in [(mine, theirs), *((left[key], right[key]) for key in left)]:
-            placed &= one.placements == two.placements == mine.placements
-            different += int((one.to_local() != two.to_local()).sum())
-    return different, placed, [*optimizer.state[model.up.weight]]
+    pairs, keys = checkpoints.resumed(made, train, folder)
+    placed = all(one.placements == two.placements for one, two in pairs)
+    return sum(int((a.to_local() != b.to_local()).sum()) for a, b in pairs), placed, keys
 
 
 def refused(rank):
     """Messages for placements that cannot be collected; nothing has changed."""
-    found = []
     terms = DTensor.from_local(torch.ones(4, 2), mesh(4), [Partial()], run_check=False)
     optimizer = FusedMuon([torch.zeros(2, 2)])
-    try:
-        optimizer.add_param_group({"params": [nn.Parameter(terms)]})
-    except RuntimeError as error:
-        found.append(str(error))
+    found = [error_of(optimizer.add_param_group, {"params": [nn.Parameter(terms)]})]
     assert len(optimizer.param_groups) == 1
     param = nn.Parameter(spread(torch.ones(4, 2), "Shard(0)"))
     param.grad = distribute_tensor(torch.ones(4, 2), mesh(2, 2), [Replicate(), Shard(0)])
-    try:
-        FusedMuon([param]).step()
-    except RuntimeError as error:
-        found.append(str(error))
+    found.append(error_of(FusedMuon([param]).step))
     assert param.to_local().eq(1).all()
     from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns of torch.jit
 
-    try:
-        ZeroRedundancyOptimizer([torch.ones(2, 2), torch.ones(2)], FusedMuon, lr=0.1)
-    except ValueError as error:
-        found.append(str(error))
-    return found
+    both = [torch.ones(2, 2), torch.ones(2)]
+    return [*found, error_of(ZeroRedundancyOptimizer, both, FusedMuon, lr=0.1)]

@@ -1,15 +1,9 @@
 """What each of two ranks does in :mod:`tests.optimizers.test_placements`."""
 
 import functools
+import warnings
 
 import torch
-import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -24,7 +18,9 @@ from apex.contrib import optimizers as contrib
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
-from tests.optimizers.common import EVERY, on
+from tests import checkpoints
+from tests.optimizers.common import EVERY, normal, on
+from tests.ranks import error_of
 
 MAKERS = {
     **EVERY,
@@ -56,9 +52,7 @@ def spread(tensor, placement):
     return distribute_tensor(tensor, mesh(), [placement])
 
 
-def tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 def stepped(rank, name, case, path="reference", *, waits=False):
@@ -100,27 +94,23 @@ def norms(rank, order):
 
 def refused(rank, name):
     """Messages for a gradient on another mesh, and for a weight that is a sum over ranks."""
-    found = []
     param = torch.nn.Parameter(spread(torch.ones(4, 2), Replicate()))
     optimizer = MAKERS[name]([param])
     other = init_device_mesh("cpu", (2, 1))
     param.grad = distribute_tensor(torch.ones(4, 2), other, [Replicate(), Replicate()])
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        found.append(str(error))
+    found = error_of(optimizer.step)
     assert param.detach().full_tensor().eq(1).all()
-    try:
-        MAKERS[name]([torch.nn.Parameter(spread(torch.ones(4, 2), Partial()))])
-    except RuntimeError as error:
-        found.append(str(error))
-    return found
+    terms = torch.nn.Parameter(spread(torch.ones(4, 2), Partial()))
+    return found, error_of(MAKERS[name], [terms])
 
 
-def resumed(rank, make, storage, folder):
-    """How many numbers differ between a training that goes on and one that was saved and loaded."""
+def resumed(rank, make, storage, folder, then=None):
+    """How many numbers differ between a training that goes on and one that was saved and loaded.
 
-    def made():
+    With another storage ``then`` the one that goes on has it too, by ``load_state_dict`` alone.
+    """
+
+    def made(storage=then or storage):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).bfloat16()
         fully_shard(model, mesh=mesh())
@@ -133,30 +123,21 @@ def resumed(rank, make, storage, folder):
             optimizer.step()
             optimizer.zero_grad()
 
-    def state(model, optimizer):
-        return {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
+    def another(model, optimizer):
+        saved, other = optimizer.state_dict(), EVERY[make](model.parameters(), storage=then)
+        other.load_state_dict(saved)
+        return model, other
 
-    model, optimizer = made()
-    train(model, optimizer, range(3))
-    checkpoint.save(state(model, optimizer), checkpoint_id=folder)
-    train(model, optimizer, range(3, 5))
-    other, its_optimizer = made()
-    loaded = state(other, its_optimizer)
-    checkpoint.load(loaded, checkpoint_id=folder)
-    set_model_state_dict(other, loaded["model"])
-    set_optimizer_state_dict(other, its_optimizer, loaded["optimizer"])
-    train(other, its_optimizer, range(3, 5))
-    different, kinds = 0, set()
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        left, right = optimizer.state[mine], its_optimizer.state[theirs]
-        assert left.keys() == right.keys()
-        for one, two in [(mine, theirs), *((left[key], right[key]) for key in left)]:
-            kinds |= {type(one), type(two)}
-            different += int((one.to_local() != two.to_local()).sum())
-    return different, kinds <= {DTensor, torch.nn.Parameter}, {*left}
+    def first():
+        return made(storage)
+
+    how = {} if then is None else {"first": first, "change": another}
+    with warnings.catch_warnings(record=True) as caught:
+        pairs, keys = checkpoints.resumed(made, train, folder, **how)
+    kinds = {type(one) for pair in pairs for one in pair}
+    different = sum(int((a.to_local() != b.to_local()).sum()) for a, b in pairs)
+    said = [str(one.message) for one in caught if "low bits" in str(one.message)]
+    return different, kinds <= {DTensor, torch.nn.Parameter}, keys, said
 
 
 class Block(torch.nn.Module):

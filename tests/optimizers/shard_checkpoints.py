@@ -16,18 +16,20 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from apex.contrib import optimizers as contrib
-from apex.ops.lists.storage import STORAGES
+from apex.ops.lists.storage import AUTO, STORAGES
 from apex.ops.lists.tensor_lists import local
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from apex.parallel import LARC
+from tests import checkpoints
 from tests.optimizers.common import EVERY, on
 from tests.optimizers.shard_programs import is_in, mesh, spread
+from tests.ranks import error_of
 
 STORED = {  # every optimizer with every storage, and those with masters
     **{
         f"{name}, {storage}": functools.partial(make, storage=storage)
         for name, make in EVERY.items()
-        for storage in STORAGES
+        for storage in (*STORAGES, AUTO)
     },
     "FusedMixedPrecisionLamb, masters": functools.partial(
         FusedMixedPrecisionLamb, lr=0.02, reduced_precision_dtype=torch.bfloat16
@@ -65,14 +67,10 @@ class Training:
             self.optimizer.zero_grad()
 
     def state(self):
-        return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        }
+        return checkpoints.parts(self.model, self.optimizer)
 
     def load(self, state):
-        set_model_state_dict(self.model, state["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        checkpoints.put(self.model, self.optimizer, state)
 
     def tensors(self):
         """All weights and states by name; and steps."""
@@ -116,10 +114,7 @@ def other_states(rank, name):
     for case in ("HSDP", "columns", None):
         other = Training(case, name)
         other.step(1)
-        try:
-            training.optimizer.load_state_dict(other.optimizer.state_dict())
-        except ValueError as error:
-            found.append(str(error))
+        found.append(error_of(training.optimizer.load_state_dict, other.optimizer.state_dict()))
     after = [*map(local, training.tensors().values())]
     return found, all(map(torch.equal, before, after))
 
@@ -141,15 +136,12 @@ def gathered(rank, name):
     return found
 
 
-def converted(folder, rank):
+def converted(rank, folder):
     """The same with low bits, through a file of whole tensors; and why rank 0 cannot gather."""
     one, other = (Training("rows", "FusedAdam, low_bits") for _ in range(2))
     one.step(1, 2)
-    said, gathers = None, StateDictOptions(full_state_dict=True)
-    try:
-        get_optimizer_state_dict(one.model, one.optimizer, options=gathers)
-    except RuntimeError as error:
-        said = str(error)
+    gathers = StateDictOptions(full_state_dict=True)
+    said = error_of(get_optimizer_state_dict, one.model, one.optimizer, options=gathers)
     checkpoint.save(one.state(), checkpoint_id=folder / "shards")
     if rank == 0:
         dcp_to_torch_save(folder / "shards", folder / "whole.pt")

@@ -20,8 +20,9 @@ from apex.optimizers import (
     FusedSGD,
 )
 from apex.parallel import LARC
-from tests.optimizers.common import EVERY, in_two_groups, on
+from tests.optimizers.common import EVERY, in_two_groups, normal, on
 from tests.optimizers.test_every_optimizer import lagging_device
+from tests.ranks import error_of
 
 WITH_NORMS = {  # how many norms of a step depend on each other, and how it is made
     "FusedLAMB": (2, EVERY["FusedLAMB"]),  # of all gradients for clipping, of each tensor
@@ -75,9 +76,7 @@ def spread(tensor, case):
     return distribute_tensor(tensor.clone(), mesh(name), placements, src_data_rank=None)
 
 
-def tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+tensors = functools.partial(normal, shapes=SHAPES)
 
 
 class Both:
@@ -198,14 +197,9 @@ def nan_on_one_rank(rank, order):
 
 def refused(rank):
     """Messages for norms of what cannot be added up."""
-    found = []
     partial = DTensor.from_local(torch.ones(3), mesh("four"), [Partial()], run_check=False)
-    for grads, order in (([partial], 2.0), ([spread(torch.ones(4, 2), "rows")], 0.0)):
-        try:
-            clip_(grads, 1.0, order)
-        except (RuntimeError, ValueError) as error:
-            found.append((type(error), str(error)))
-    return found
+    rows = spread(torch.ones(4, 2), "rows")
+    return error_of(clip_, [partial], 1.0, 2.0), error_of(clip_, [rows], 1.0, 0.0)
 
 
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------

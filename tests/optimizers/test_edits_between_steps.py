@@ -9,26 +9,18 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists import metadata, pointer_tables
-from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
+from tests.optimizers.common import EVERY
 
 SHAPES = ((4, 4), (5,), (2, 3))
-SLOTS = {FusedSGD: "momentum_buffer"}
-KINDS = {
-    "FusedAdam": (FusedAdam, {}),
-    "FusedSGD": (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
-    "FusedLAMB": (FusedLAMB, {}),
-    "FusedNovoGrad": (FusedNovoGrad, {}),
-}
-
-
-def _slot(optimizer):
-    return SLOTS.get(type(optimizer), "exp_avg")
+# Not Muon, which makes two groups of a group with matrices and others.
+KINDS = {name: make for name, make in EVERY.items() if name != "FusedMuon"}
 
 
 def elsewhere(optimizer, params):
     """Weights and states move, and stay the same objects."""
     params[0].data = params[0].data.clone()
-    state = optimizer.state[params[1]][_slot(optimizer)]
+    state = optimizer.state[params[1]][optimizer.slots[0]]
     state.data = state.data.clone()
 
 
@@ -38,8 +30,7 @@ def turned(optimizer, params):
 
 
 def another_state(optimizer, params):
-    name = _slot(optimizer)
-    optimizer.state[params[2]][name] = torch.full_like(params[2], 0.25)
+    optimizer.state[params[2]][optimizer.slots[0]] = torch.full_like(params[2], 0.25)
 
 
 def states_in_another_order(optimizer, params):
@@ -47,7 +38,7 @@ def states_in_another_order(optimizer, params):
 
 
 def no_state(optimizer, params):
-    del optimizer.state[params[1]][_slot(optimizer)]
+    del optimizer.state[params[1]][optimizer.slots[0]]
 
 
 def a_master(optimizer, params):
@@ -79,7 +70,7 @@ def smaller(optimizer, params):
     params[1].data = params[1].data[:3]
     params[1].grad = params[1].grad[:3]
     state = optimizer.state[params[1]]
-    state[_slot(optimizer)].data = state[_slot(optimizer)].data[:3]
+    state[optimizer.slots[0]].data = state[optimizer.slots[0]].data[:3]
     for value in state.values():
         if value.dim():
             value.data = value.data[:3]
@@ -116,7 +107,7 @@ def _forget(optimizer):
     vars(optimizer).pop("_apart", None)
 
 
-def _trained(kind, options, edit, forgets, groups=1, shapes=SHAPES):
+def _trained(kind, edit, forgets, groups=1, shapes=SHAPES, **options):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     rest = [{"params": [param]} for param in params[1:]] if groups > 1 else []
@@ -142,9 +133,9 @@ def _assert_nothing_is_stale(*how, **more):
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_after_an_edit_a_step_is_that_of_one_that_forgets(kind, options, edit):
-    _assert_nothing_is_stale(kind, options, edit)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_after_an_edit_a_step_is_that_of_one_that_forgets(kind, edit):
+    _assert_nothing_is_stale(kind, edit)
 
 
 def last_states_in_another_order(optimizer, params):
@@ -153,7 +144,7 @@ def last_states_in_another_order(optimizer, params):
 
 @pytest.mark.parametrize("edit", [states_in_another_order, last_states_in_another_order])
 def test_the_states_of_equal_weights_are_not_exchanged(edit):
-    _assert_nothing_is_stale(FusedSGD, {"lr": 0.1, "momentum": 0.9}, edit, shapes=[(5,)] * 3)
+    _assert_nothing_is_stale(KINDS["FusedSGD"], edit, shapes=[(5,)] * 3)
 
 
 def nothing(optimizer, params):
@@ -163,7 +154,7 @@ def nothing(optimizer, params):
 @pytest.mark.parametrize("edit", [nothing, elsewhere, other_numbers])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
 def test_groups_that_are_launched_apart(name, edit):
-    _assert_nothing_is_stale(*KINDS[name], edit, groups=3)
+    _assert_nothing_is_stale(KINDS[name], edit, groups=3)
 
 
 def late_decay(optimizer, params):
@@ -189,7 +180,7 @@ def a_rate_in_an_array(optimizer, params):
 def test_a_state_that_is_not_stepped_is_seen():
     """Without momentum there are no slots to look for."""
     for forgets in (False, True):
-        found = _trained(FusedSGD, {"lr": 0.5}, a_master, forgets)
+        found = _trained(FusedSGD, a_master, forgets, lr=0.5)
         assert torch.equal(found[1], found[-1])
 
 
@@ -197,8 +188,7 @@ def test_a_state_that_is_not_stepped_is_seen():
     "edit", [nothing, late_decay, looks_ahead, another_scale, a_rate_in_an_array]
 )
 def test_numbers_of_a_launch_are_those_of_now(edit):
-    options = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.25}
-    _assert_nothing_is_stale(FusedSGD, options, edit)
+    _assert_nothing_is_stale(FusedSGD, edit, lr=0.1, momentum=0.5, weight_decay=0.25)
 
 
 def test_a_launch_is_not_that_of_other_dtypes():
@@ -220,7 +210,7 @@ def test_a_launch_is_not_that_of_other_dtypes():
 
 
 def test_a_step_that_clips_is_not_that_of_one_that_does_not():
-    _assert_nothing_is_stale(FusedAdam, {"max_grad_norm": 0.5, "eps": 1.0}, nothing)
+    _assert_nothing_is_stale(FusedAdam, nothing, max_grad_norm=0.5, eps=1.0)
 
 
 def test_gradients_that_are_left_scaled_are_written():
@@ -234,11 +224,11 @@ def test_gradients_that_are_left_scaled_are_written():
     assert param.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS.values(), ids=KINDS)
-def test_autograd_is_told_of_what_is_written(kind, options):
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_autograd_is_told_of_what_is_written(kind):
     """Weights that a graph has saved have other versions after a step, whoever has launched it."""
     param = torch.nn.Parameter(torch.ones(2, 2))
-    grad, optimizer = torch.ones(2, 2), kind([param], **options)
+    grad, optimizer = torch.ones(2, 2), kind([param])
     for _ in range(4):
         param.grad = grad.detach()
         states = [x for state in optimizer.state.values() for x in state.values()]

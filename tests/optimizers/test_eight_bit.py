@@ -10,14 +10,7 @@ import torch.distributed.checkpoint as checkpoint
 
 from apex.catalogue import optimizers as catalogue
 from apex.ops import _runtime
-from apex.ops.lists.quantized import (
-    BLOCK,
-    SIGNED,
-    UNSIGNED,
-    dequantize,
-    magnitudes,
-    quantize,
-)
+from apex.ops.lists.quantized import BLOCK, SIGNED, UNSIGNED, dequantize, magnitudes, quantize
 from apex.optimizers import (
     FusedAdam,
     FusedLion,
@@ -28,9 +21,7 @@ from apex.optimizers import (
 )
 from apex.optimizers._eight_bit import CODES, is_code, stored, value_of
 from tests.optimizers import eight_bit_programs as programs
-from tests.optimizers.common import give_grads, on, parameters, same, train, values
-from tests.optimizers.test_placements import Call
-from tests.ranks import Ranks
+from tests.optimizers.common import give_grads, on, parameters, same, started, train, values
 from tests.tolerance import CLIPPED, EIGHT_BIT_LOSS, THREE_STEPS, assert_close_to_largest
 
 CODE = {"signed": SIGNED, "unsigned": UNSIGNED}
@@ -154,8 +145,7 @@ def test_zeros_denormals_and_signs(code):
 def test_the_kernel_has_the_bits_of_the_definition(make):
     ends = []
     for path in ("reference", "triton", None):
-        params = parameters(shapes=SHAPES[:HELD])
-        optimizer = make(params, state="8bit")
+        params, optimizer = started(make, shapes=SHAPES[:HELD], state="8bit")
         train(optimizer, params, range(1), "reference")
         give_grads(params, 1)
         for param in params:
@@ -185,9 +175,7 @@ def test_the_kernel_has_the_bits_of_the_definition(make):
 def test_the_first_step_is_float32s_and_its_state_within_the_codes_error(make, path):
     sides = {}
     for state in ("plain", "8bit"):
-        params = parameters(shapes=SHAPES[1:2])
-        optimizer = make(params, state=state)
-        train(optimizer, params, range(1), path)
+        params, optimizer = started(make, shapes=SHAPES[1:2], state=state, steps=1, path=path)
         sides[state] = params, optimizer
     (plain, first), (other, second) = sides.values()
     assert same(values(plain), values(other))
@@ -227,9 +215,7 @@ def test_batches_of_matrices(monkeypatch):
 
 
 def test_bytes_of_adams_state():
-    params = parameters(shapes=[(64, 1024)])
-    optimizer = FusedAdam(params, state="8bit")
-    train(optimizer, params, range(1))
+    params, optimizer = started(FusedAdam, shapes=[(64, 1024)], state="8bit", steps=1)
     kept = sum(x.nbytes for x in optimizer.state[params[0]].values())
     assert kept / params[0].numel() == 2 * (1 + 4 / 256)
 
@@ -238,9 +224,7 @@ def test_bytes_of_adams_state():
 @makers
 def test_a_skipped_step_changes_nothing(make, path, monkeypatch):
     """On a device, where the flag is read."""
-    params = parameters(shapes=SHAPES[1:2])
-    optimizer = make(params, state="8bit")
-    train(optimizer, params, range(1), path)
+    params, optimizer = started(make, shapes=SHAPES[1:2], state="8bit", steps=1, path=path)
     monkeypatch.setattr(_runtime, "waits", lambda device: True)
     before = values(params), copy.deepcopy(optimizer.state_dict()["state"])
     give_grads(params, 1)
@@ -254,9 +238,7 @@ def test_a_skipped_step_changes_nothing(make, path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["reference", "triton", None])
 def test_a_gradient_that_is_not_finite_is_its_block(path):
-    params = parameters(shapes=SHAPES[1:2])
-    optimizer = FusedAdam(params, state="8bit")
-    train(optimizer, params, range(1), path)
+    params, optimizer = started(FusedAdam, shapes=SHAPES[1:2], state="8bit", steps=1, path=path)
     give_grads(params, 1)
     params[0].grad[2, 300] = torch.nan
     with on(path):
@@ -314,8 +296,9 @@ def test_storages_are_independent_of_it(storage, path):
 
 
 def test_masters_have_it_too():
-    params = parameters(torch.bfloat16, SHAPES[:1])
-    masters = FusedAdam(params, capturable=True, master_weights=True, state="8bit")
+    params, masters = started(
+        FusedAdam, torch.bfloat16, SHAPES[:1], capturable=True, master_weights=True, state="8bit"
+    )
     mixed_params = parameters(torch.bfloat16, SHAPES[:1])
     mixed = FusedMixedPrecisionLamb(
         mixed_params, reduced_precision_dtype=torch.bfloat16, state="8bit"
@@ -372,7 +355,7 @@ def loss_of(seed, state, make):
 
 @pytest.mark.parametrize(
     "make",
-    [
+    [  # at the rates that were best for float32 states
         lambda params, **more: FusedAdam(params, lr=3e-3, **more),
         pytest.param(
             lambda params, **more: FusedLion(params, lr=5e-4, **more), marks=pytest.mark.exhaustive
@@ -398,17 +381,14 @@ def test_a_language_model_learns_as_with_float32(make):
 
 @makers
 def test_a_saved_state_comes_back_bit_for_bit(make):
-    params = parameters(shapes=SHAPES)
-    optimizer = make(params, state="8bit")
-    train(optimizer, params, range(1))
+    params, optimizer = started(make, shapes=SHAPES, state="8bit", steps=1)
     for param, state in optimizer.state.items():
         if param.dim() > 1:  # smaller than is kept: quantised again it would be 0
             state.get(optimizer.slots[0] + "_absmax", param.grad)[0] = 2.0**-140
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    others = parameters(shapes=SHAPES)
-    other = make(others, state="8bit")
+    others, other = started(make, shapes=SHAPES, state="8bit")
     other.load_state_dict(torch.load(file, weights_only=True))
     for copied in (other, pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         for mine, its in zip(optimizer.state.values(), copied.state.values(), strict=True):
@@ -444,8 +424,7 @@ def test_states_are_quantised_and_dequantised_on_loading(make):
 
 
 def test_torchs_state_both_ways():
-    params = parameters(shapes=SHAPES[1:3])
-    theirs = torch.optim.AdamW(params, lr=0.02)
+    params, theirs = started(torch.optim.AdamW, shapes=SHAPES[1:3], lr=0.02)
     give_grads(params, 0)
     theirs.step()
     ours = FusedAdam(params, lr=0.02, state="8bit")
@@ -496,9 +475,7 @@ def test_a_group_of_another_state_is_refused():
 
 @pytest.mark.parametrize("path", ["triton", None])
 def test_what_was_taken_out_of_a_state_is_missed_before_anything_changes(path):
-    params = parameters(shapes=SHAPES[:2])
-    optimizer = FusedAdam(params, state="8bit")
-    train(optimizer, params, range(1), path)
+    params, optimizer = started(FusedAdam, shapes=SHAPES[:2], state="8bit", steps=1, path=path)
     whole = optimizer.state[params[1]]["exp_avg_absmax"]
     before = values(params)
     for wrong in (None, whole[1:], whole.double(), whole.t().contiguous().t()):
@@ -511,9 +488,7 @@ def test_what_was_taken_out_of_a_state_is_missed_before_anything_changes(path):
 
 
 def test_codes_that_were_saved_alone_are_refused():
-    params = parameters(shapes=SHAPES[:1])
-    optimizer = FusedAdam(params, state="8bit")
-    train(optimizer, params, range(1))
+    params, optimizer = started(FusedAdam, shapes=SHAPES[:1], state="8bit", steps=1)
     saved = copy.deepcopy(optimizer.state_dict())
     for maker in (lambda: FusedAdam(params, state="8bit"), lambda: FusedAdam(params)):
         state = copy.deepcopy(saved)
@@ -531,9 +506,7 @@ def test_a_checkpoint_of_the_other_form_is_refused(saved, here, tmp_path):
     """By torch, which copies what has one name and size, codes into moments too."""
     states = []
     for state in (saved, here):
-        params = parameters(shapes=SHAPES[:1])
-        optimizer = FusedAdam(params, state=state)
-        train(optimizer, params, range(1))
+        params, optimizer = started(FusedAdam, shapes=SHAPES[:1], state=state, steps=1)
         states.append(optimizer.state_dict()["state"][0])
     checkpoint.save(states[0], checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(checkpoint.api.CheckpointException, match="Missing key"):
@@ -553,12 +526,6 @@ def test_the_catalogue_has_it_for_every_optimizer():
 # -- shards ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("ranks"), count=4) as ranks:
-        yield ranks
-
-
 def alike(left, right, count=4, *, normed=False):
     """Weights and states of the first parameters have the same bits."""
     weights, *states = left
@@ -575,12 +542,11 @@ def alike(left, right, count=4, *, normed=False):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "path"),
-    [*((name, "reference") for name in programs.MAKERS), ("FusedAdam", None)],
+    ("name", "path"), [*((name, "reference") for name in programs.MAKERS), ("FusedAdam", None)]
 )
 @pytest.mark.slow
 def test_numbers_do_not_depend_on_how_many_ranks_share(four, name, path):
-    answers = four.run(Call(programs.stepped, name, path))
+    answers = four.run(programs.stepped, name, path)
     alone = answers[0][1]
     held = 3  # torch's own kernels step the last, and round a tensor's last elements elsewhere
     assert [any(x.dtype == torch.uint8 for x in state.values()) for state in alone[1:]] == (
@@ -596,8 +562,7 @@ def test_numbers_do_not_depend_on_how_many_ranks_share(four, name, path):
 def test_a_checkpoint_goes_from_two_ranks_to_four_to_one(four, tmp_path):
     alone, before = programs.Training("FusedAdam", 1, "reference"), 0
     for seed, count in enumerate((2, 4, 1), 1):
-        job = Call(programs.chained, "FusedAdam", str(tmp_path), count, before, seed)
-        answers = four.run(job)
+        answers = four.run(programs.chained, "FusedAdam", str(tmp_path), count, before, seed)
         alone.step([seed])
         for answer in answers[:count]:
             alike(answer, alone.kept())

@@ -16,21 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp, optimizers
 from apex.catalogue.optimizers import OPTIMIZERS
+from apex.commands.selftest.gpu import waits_refused
 from apex.contrib import optimizers as contrib
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
 from apex.parallel import LARC
-from apex.selftest.gpu import waits_refused
 from tests.optimizers.common import (
     EVERY,
     MODES,
     PATHS,
     WAYS,
+    check_closure,
     give_grads,
     maker,
     on,
     parameters,
     same,
+    started,
     train,
     values,
 )
@@ -153,8 +155,7 @@ def test_steps_are_the_same_wherever_they_are_counted(make):
     """In step 4 NovoGrad's correction has another last bit if it is rounded before the root."""
     found = []
     for skips in (None, torch.zeros(())):
-        params = parameters(shapes=SMALL)
-        optimizer = make(params, lr=1.0)
+        params, optimizer = started(make, shapes=SMALL, lr=1.0)
         with lagging_device():
             for number in range(6):
                 give_grads(params, number)
@@ -201,8 +202,7 @@ def test_gradients_of_another_dtype(make):
 @every
 @paths
 def test_copies_get_the_new_values(make, path):
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=SMALL)
     give_grads(params, 0)
     copies = {param: torch.zeros_like(param, dtype=torch.float16) for param in params}
     with on(path):
@@ -327,9 +327,7 @@ def test_scaled_gradients(make, path):
 @every_way
 @paths
 def test_a_skipped_step_changes_nothing(make, path):
-    params = parameters()
-    optimizer = make(params)
-    train(optimizer, params, range(1), path)
+    params, optimizer = started(make, steps=1, path=path)
     before = copy.deepcopy((values(params), optimizer.state_dict()))
     give_grads(params, 1)
     params[2].grad[0] = float("inf")
@@ -352,8 +350,7 @@ def _equal(left, right):
 
 
 @pytest.mark.parametrize(
-    ("path", "lags"),
-    [*((path, False) for path in PATHS), ("reference", True), ("triton", True)],
+    ("path", "lags"), [*((path, False) for path in PATHS), ("reference", True), ("triton", True)]
 )
 @pytest.mark.parametrize("name", MODES)
 def test_scaled_and_skipped_steps_of_two_groups(name, path, lags):
@@ -505,7 +502,7 @@ def test_small_kernels_of_a_step_that_can_be_skipped(name, lrs, monkeypatch):
 
 # -- state ---------------------------------------------------------------------------------------
 
-LAYOUTS_OF_STATE = {  # as in the original
+LAYOUTS_OF_STATE = {  # as in the original, where it has the optimizer
     "FusedAdam": ("exp_avg exp_avg_sq", "bias_correction betas eps step"),
     "FusedSGD": ("momentum_buffer", "momentum dampening nesterov"),
     "FusedAdagrad": ("sum", "eps"),
@@ -526,12 +523,10 @@ LAYOUTS_OF_STATE = {  # as in the original
 }
 
 
-@every
-def test_layout_of_the_state(make):
-    params = parameters(torch.float16, SMALL)
-    optimizer = make(params)
-    slots, numbers = LAYOUTS_OF_STATE[type(optimizer).__name__]
-    train(optimizer, params, range(1))
+@pytest.mark.parametrize("name", LAYOUTS_OF_STATE)
+def test_layout_of_the_state(name):
+    params, optimizer = started(EVERY[name], torch.float16, SMALL, steps=1)
+    slots, numbers = LAYOUTS_OF_STATE[name]
     saved = optimizer.state_dict()
     assert {*saved["state"][0]} == {*slots.split()}
     assert {*saved["param_groups"][0]} == {"lr", "weight_decay", "params", *numbers.split()}
@@ -548,12 +543,8 @@ def test_layout_of_the_state(make):
 @pytest.mark.parametrize("size", [3, 5])
 def test_the_state_of_another_shape_is_refused(make, size):
     """Else a kernel would write beyond it."""
-    params = parameters(shapes=[(size, 4)])
-    saved = make(params)
-    train(saved, params, range(1))
-    other = parameters(shapes=[(4, 4)])
-    optimizer = make(other)
-    train(optimizer, other, range(1))
+    params, saved = started(make, shapes=[(size, 4)], steps=1)
+    other, optimizer = started(make, shapes=[(4, 4)], steps=1)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=rf"parameter 0 has shape \({size}, 4\), .* \(4, 4\)"):
         optimizer.load_state_dict(saved.state_dict())
@@ -565,9 +556,7 @@ def test_the_state_of_another_shape_is_refused(make, size):
 @every
 @paths
 def test_other_data_with_the_old_state_is_refused(make, path):
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
-    train(optimizer, params, range(1), path)
+    params, optimizer = started(make, shapes=SMALL, steps=1, path=path)
     params[1].data = torch.ones(9)
     before = values(params)
     for what in ("gradient", optimizer.slots[0]):
@@ -584,8 +573,7 @@ def test_other_data_with_the_old_state_is_refused(make, path):
 @paths
 def test_a_transposed_gradient_is_refused(make, path):
     """As many elements, but each would meet another one's gradient."""
-    params = parameters(shapes=[(1, 6), (2, 3)])
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=[(1, 6), (2, 3)])
     for param in params:
         param.grad = torch.ones(param.shape)
         param.data = torch.ones(param.shape[::-1])
@@ -599,9 +587,7 @@ def test_a_transposed_gradient_is_refused(make, path):
 @paths
 def test_state_on_another_device_is_refused(make, path):
     """A kernel would take its address for one of the weight's device."""
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
-    train(optimizer, params, range(1), path)
+    params, optimizer = started(make, shapes=SMALL, steps=1, path=path)
     state = optimizer.state[params[0]]
     slot = next(slot for slot in optimizer.slots if slot in state)
     state[slot] = state[slot].to("meta")
@@ -611,9 +597,7 @@ def test_state_on_another_device_is_refused(make, path):
 
 @every
 def test_a_parameter_begins_anew_where_its_state_was_cleared(make):
-    params = parameters(shapes=SMALL[:1])
-    optimizer = make(params)
-    train(optimizer, params, range(1))
+    params, optimizer = started(make, shapes=SMALL[:1], steps=1)
     params[0].data, params[0].grad = torch.ones(9), None
     optimizer.state.pop(params[0])
     before = values(params)
@@ -624,9 +608,7 @@ def test_a_parameter_begins_anew_where_its_state_was_cleared(make):
 @pytest.mark.parametrize("other", [torch.optim.Adamax, torch.optim.Rprop, *EVERY.values()])
 def test_the_state_of_a_relative_is_refused(other):
     """Some of its slots have the same names."""
-    params = parameters(shapes=SMALL)
-    relative = other(params)
-    train(relative, params, range(2))
+    params, relative = started(other, shapes=SMALL, steps=2)
     slots = getattr(relative, "slots", None)
     for make in EVERY.values():
         if make(params).slots != slots:
@@ -637,8 +619,7 @@ def test_the_state_of_a_relative_is_refused(other):
 @every
 def test_what_a_program_keeps_beside_the_state_is_its_own(make):
     """An average of the weights, of a parameter without gradients too."""
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=SMALL)
     train(optimizer, params[:1], range(1))
     for param in params:
         optimizer.state[param].update(average=torch.ones_like(param), pair=torch.zeros(2))
@@ -668,9 +649,7 @@ def test_a_key_of_the_programs_own_is_saved_and_loaded(name, key):
 
 
 def test_a_state_with_another_optimizers_slots_is_refused_with_a_key_of_the_programs_own():
-    params = parameters(shapes=SMALL)
-    adam = FusedAdam(params)
-    train(adam, params, range(1))
+    params, adam = started(FusedAdam, shapes=SMALL, steps=1)
     with pytest.raises(ValueError, match="the saved groups have eps"):
         EVERY["FusedLion"]([{"params": params, "eps": 0.5}]).load_state_dict(adam.state_dict())
 
@@ -704,8 +683,7 @@ def test_casts_around_do_not_matter(make, dtype):
     """Autocast refuses to join tensors of the other 16-bit type."""
     results = []
     for on_ in (False, True):
-        params = parameters(dtype, shapes=[(3,)] * 40)
-        optimizer = make(params)
+        params, optimizer = started(make, dtype, shapes=[(3,)] * 40)
         give_grads(params, 0)
         with torch.autocast("cpu", torch.float16, enabled=on_):
             optimizer.step()
@@ -778,8 +756,7 @@ def test_torch_grad_scaler_drives_the_step(make, historic):
 @every
 def test_torch_grad_scaler_skips_without_calling_step(make):
     """accelerate and others tell by that whether a step was skipped."""
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=SMALL)
     called = []
     optimizer.register_step_pre_hook(lambda *_: called.append(True))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -803,8 +780,7 @@ STEPS_UNSCALE = pytest.mark.parametrize(
 @STEPS_UNSCALE
 def test_torch_grad_scaler_leaves_the_skip_to_these(make):
     """The host does not wait for the flag: a CUDA graph could not."""
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=SMALL)
     before = values(params)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(()))
@@ -857,9 +833,7 @@ def test_unscaling_before_the_step(make, historic):
 @pytest.mark.parametrize("storage", ["plain", "low_bits"])
 def test_deepcopy_and_pickle(make, storage):
     """torch's own copies forget what a subclass keeps in attributes; the original's cannot step."""
-    params = parameters(torch.bfloat16)
-    optimizer = make(params, storage=storage)
-    train(optimizer, params, range(2))
+    params, optimizer = started(make, torch.bfloat16, storage=storage, steps=2)
     copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     expected = train(optimizer, params, range(2, 4))
     for copied in copies:
@@ -886,9 +860,7 @@ def test_a_pickle_grows_as_the_weights_do(make):
     """torch.save writes memory once that tensors share; pickle writes it for each."""
     sizes = []
     for count in (50, 100):
-        params = parameters(shapes=[(2,)] * count)
-        optimizer = make(params)
-        train(optimizer, params, range(2))
+        params, optimizer = started(make, shapes=[(2,)] * count, steps=2)
         optimizer.load_state_dict(optimizer.state_dict())
         sizes.append(len(pickle.dumps(optimizer)))
     assert sizes[1] < 2 * sizes[0]
@@ -923,9 +895,7 @@ def test_copies_have_methods_of_their_own(make, duplicate):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_resuming_is_bit_exact(make, dtype):
     """Through a file, into parameters that were loaded too."""
-    params = parameters(dtype)
-    optimizer = make(params)
-    train(optimizer, params, range(3))
+    params, optimizer = started(make, dtype, steps=3)
     file = io.BytesIO()
     torch.save((optimizer.state_dict(), values(params)), file)
     expected = train(optimizer, params, range(3, 6))
@@ -961,25 +931,12 @@ def test_hooks_around_loading(make):
 
 @every
 def test_closures_hooks_and_schedulers(make):
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
-    seen = []
-    optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
+    params, optimizer = started(make, shapes=SMALL)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     lr = optimizer.param_groups[0]["lr"]
-
-    def closure():
-        optimizer.zero_grad()
-        loss = sum(param.square().sum() for param in params)
-        loss.backward()
-        return loss
-
-    before = closure().item()
-    assert optimizer.step(closure).item() == before
+    check_closure(optimizer, params)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == lr / 2
-    assert closure().item() < before
-    assert seen == ["hook"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
@@ -1024,8 +981,7 @@ def test_named_parameters(make):
 @pytest.mark.parametrize("set_grad_none", [True, False])
 def test_zero_grad(make, arguments, left, set_grad_none):
     """The original takes no argument."""
-    params = parameters(shapes=((7,),))
-    optimizer = make(params, set_grad_none=set_grad_none)
+    params, optimizer = started(make, shapes=((7,),), set_grad_none=set_grad_none)
     give_grads(params, 0)
     optimizer.zero_grad(**arguments)
     grad = params[0].grad
@@ -1070,8 +1026,7 @@ def test_parameters_of_a_mesh(make, tmp_path):
 
 @every
 def test_sparse_gradients_are_refused_and_nothing_changes(make):
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
+    params, optimizer = started(make, shapes=SMALL)
     give_grads(params, 0)
     params[1].grad = torch.randn(33, 5).to_sparse()
     before = values(params)
@@ -1169,9 +1124,7 @@ def test_amsgrad_is_refused(kind):
 
 @every
 def test_numbers_of_a_loaded_state(make):
-    params = parameters(shapes=SMALL)
-    optimizer = make(params)
-    train(optimizer, params, range(1))
+    params, optimizer = started(make, shapes=SMALL, steps=1)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = -1.0
     with pytest.raises(ValueError, match="Invalid learning rate: -1.0"):

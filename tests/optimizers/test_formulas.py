@@ -19,6 +19,7 @@ from tests.optimizers.common import (
     maker,
     parameters,
     same,
+    started,
     train,
 )
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest, assert_one_rounding
@@ -156,8 +157,7 @@ def test_switching_from_and_to_torch(kind, theirs, both, more, start):
 
 
 def test_what_cannot_be_converted():
-    params = parameters()
-    theirs = torch.optim.Adagrad(params, lr_decay=0.1)
+    params, theirs = started(torch.optim.Adagrad, lr_decay=0.1)
     with pytest.raises(ValueError, match="saved with lr_decay"):
         FusedAdagrad(params).load_state_dict(theirs.state_dict())
     with pytest.raises(ValueError, match="no decoupled weight decay"):

@@ -6,15 +6,7 @@ import torch
 from apex.ops.lists import storage as storages
 from apex.ops.lists.storage import LOW_BITS, join_bits, round_stochastically, split_bits
 from apex.optimizers import FusedAdam
-from tests.optimizers.common import (
-    PATHS,
-    give_grads,
-    on,
-    parameters,
-    same,
-    train,
-    values,
-)
+from tests.optimizers.common import PATHS, give_grads, on, parameters, same, started, train, values
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
 SMALL = ((7,), (33, 5))
@@ -30,9 +22,7 @@ def torch_optimizer(params, kind, **more):
 
 
 def test_torch_does_not_share_tensors():
-    params = parameters()
-    optimizer = FusedAdam(params)
-    train(optimizer, params, range(2))
+    params, optimizer = started(FusedAdam, steps=2)
     plain = torch.optim.AdamW(params)
     plain.load_state_dict(optimizer.torch_state_dict())
     assert plain.state[params[1]]["exp_avg"] is not optimizer.state[params[1]]["exp_avg"]
@@ -42,8 +32,7 @@ def test_torch_does_not_share_tensors():
 
 @pytest.mark.parametrize("key", ["amsgrad", "maximize"])
 def test_states_of_other_algorithms_are_refused(key):
-    params = parameters(shapes=SMALL)
-    theirs = torch.optim.AdamW(params, **{key: True})
+    params, theirs = started(torch.optim.AdamW, shapes=SMALL, **{key: True})
     with pytest.raises(ValueError, match=f"saved with {key}=True"):
         FusedAdam(params).load_state_dict(theirs.state_dict())
 
@@ -60,8 +49,7 @@ def test_the_other_optimizers_weight_decay_is_refused(kind, mode):
 
 
 def test_different_steps_in_a_group_are_refused():
-    params = parameters(shapes=SMALL)
-    theirs = torch.optim.AdamW(params)
+    params, theirs = started(torch.optim.AdamW, shapes=SMALL)
     train(theirs, params[:1], range(1))
     train(theirs, params, range(1))
     with pytest.raises(ValueError, match="at different steps"):
@@ -141,9 +129,7 @@ def test_masters_keep_what_16_bits_lose(dtype, path):
 
 
 def test_masters_that_were_not_saved_are_made():
-    params = parameters(torch.float16, SMALL)
-    without = FusedAdam(params)
-    train(without, params, range(2))
+    params, without = started(FusedAdam, torch.float16, SMALL, steps=2)
     optimizer = masters(params)
     optimizer.load_state_dict(without.state_dict())
     for param, master in zip(params, optimizer.param_groups_master[0]["params"], strict=True):
@@ -156,8 +142,7 @@ def test_masters_that_were_not_saved_are_made():
 @pytest.mark.parametrize("loaded", [False, True])
 def test_masters_are_made_at_the_first_step(loaded):
     """So that weights loaded or broadcast after the constructor count."""
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = masters(params)
+    params, optimizer = started(masters, torch.bfloat16, SMALL)
     if loaded:
         optimizer.load_state_dict(FusedAdam(params).state_dict())
     with torch.no_grad():
@@ -171,8 +156,7 @@ def test_masters_are_made_at_the_first_step(loaded):
 
 
 def test_masters_can_be_read_before_the_first_step():
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = masters(params)
+    params, optimizer = started(masters, torch.bfloat16, SMALL)
     found = optimizer.param_groups_master[0]["params"]
     assert same([param.float() for param in params], found)
     train(optimizer, params, range(1))
@@ -194,9 +178,7 @@ def test_masters_of_groups_added_later():
 
 
 def test_float32_needs_no_master():
-    params = parameters(torch.float32, SMALL)
-    optimizer = masters(params)
-    train(optimizer, params, range(1))
+    params, optimizer = started(masters, torch.float32, SMALL, steps=1)
     assert "master_param" not in optimizer.state[params[0]]
     assert optimizer.param_groups_master[0]["params"][0] is params[0]
 
@@ -205,9 +187,8 @@ def test_float32_needs_no_master():
 
 
 def stored(storage, path, steps=4, lr=0.001):
-    params = parameters(torch.bfloat16, ((7,), (1500,)))
-    optimizer = FusedAdam(params, lr=lr, weight_decay=0.1, storage=storage)
-    train(optimizer, params, range(steps), path)
+    how = {"steps": steps, "path": path, "lr": lr, "weight_decay": 0.1, "storage": storage}
+    params, optimizer = started(FusedAdam, torch.bfloat16, ((7,), (1500,)), **how)
     return optimizer, params
 
 
@@ -256,8 +237,7 @@ def test_bits_are_written_and_joined_in_few_passes_as_in_many(other):
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 def test_a_nan_is_seen_in_low_bits(path):
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = FusedAdam(params, storage="low_bits")
+    params, optimizer = started(FusedAdam, torch.bfloat16, SMALL, storage="low_bits")
     give_grads(params, 0)
     params[0].grad[3] = float("nan")
     with on(path):

@@ -18,6 +18,8 @@ from tests.optimizers.common import (
     on,
     parameters,
     same,
+    started,
+    stepped_on_expanded_gradients,
     train,
     values,
 )
@@ -60,8 +62,9 @@ def test_a_group_cannot_change_the_clipping():
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("zero", ["param", "grad"])
 def test_no_ratio_without_a_norm(path, zero):
-    params = parameters(shapes=SMALL)
-    optimizer = FusedLAMB(params, lr=0.5, weight_decay=0.1, max_grad_norm=0.0, eps=1e-12)
+    params, optimizer = started(
+        FusedLAMB, shapes=SMALL, lr=0.5, weight_decay=0.1, max_grad_norm=0.0, eps=1e-12
+    )
     give_grads(params, 0)
     (params[0].data if zero == "param" else params[0].grad).zero_()
     before = params[0].detach().clone()
@@ -96,8 +99,7 @@ def test_large_tensors(path):
 )
 def test_gradients_hold_the_term(dtype, options, path):
     """What is multiplied by learning rate and ratio: Adam's update."""
-    params = parameters(dtype)
-    optimizer = FusedLAMB(params, lr=0.02, **options)
+    params, optimizer = started(FusedLAMB, dtype, lr=0.02, **options)
     give_grads(params, 0)
     numbers = {**optimizer._arguments(), **optimizer.param_groups[0]}
     clip = 1 / max(1, math.hypot(*[p.grad.double().norm() for p in params]))
@@ -115,16 +117,8 @@ def test_gradients_hold_the_term(dtype, options, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_expanded_gradients_are_left_alone(path):
     """Their elements share memory, so nothing can be written there."""
-    expected, params = parameters(shapes=SMALL), parameters(shapes=SMALL)
-    for param, other in zip(params, expected, strict=True):
-        param.grad = torch.ones(()).expand(param.shape)
-        other.grad = torch.ones_like(other)
-    with on(path):
-        FusedLAMB(params).step()
-        FusedLAMB(expected).step()
-    for actual, exact in zip(values(params), values(expected), strict=True):
+    for actual, exact in zip(*stepped_on_expanded_gradients(FusedLAMB, path), strict=True):
         assert_one_rounding(actual, exact.double())
-    assert params[0].grad.eq(1).all()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -182,9 +176,7 @@ def test_storage(path, storage):
 )
 def test_moments(dtype, kept):
     """As the original keeps them; bfloat16, which it refuses, in float32."""
-    params = parameters(dtype, SMALL)
-    optimizer = FusedLAMB(params)
-    train(optimizer, params, range(2))
+    params, optimizer = started(FusedLAMB, dtype, SMALL, steps=2)
     other = FusedLAMB(parameters(dtype, SMALL))
     other.load_state_dict(optimizer.state_dict())
     for each in (optimizer, other):

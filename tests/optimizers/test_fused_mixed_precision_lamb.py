@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb
-from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
+from tests.optimizers.common import PATHS, give_grads, on, parameters, same, started, train, values
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
 SMALL = ((7,), (33, 5))
@@ -148,9 +148,7 @@ def test_resuming_is_bit_exact():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_moments_keep_the_dtype_they_were_saved_in(path):
-    params = parameters(torch.float16, SMALL)
-    optimizer = FusedMixedPrecisionLamb(params)
-    train(optimizer, params, range(1))
+    params, optimizer = started(FusedMixedPrecisionLamb, torch.float16, SMALL, steps=1)
     assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float16
     saved = copy.deepcopy(optimizer.state_dict())
     for state in saved["state"].values():

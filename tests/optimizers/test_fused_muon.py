@@ -1,7 +1,6 @@
 """FusedMuon: torch.optim.Muon's numbers, stacks, groups, states, and shards on four ranks."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from apex.ops.lists.storage import join_bits
 from apex.ops.updates import newton_schulz as middle
 from apex.optimizers import FusedAdam, FusedMuon, _muon_shards
 from tests.optimizers import muon_programs as programs
-from tests.optimizers.common import PATHS, give_grads, on, parameters, same, train, values
-from tests.ranks import Ranks
+from tests.optimizers.common import PATHS, give_grads, on, parameters, same, started, train, values
 from tests.tolerance import MUON, MUON_ROUNDED, MUON_SINGULAR
 
 SHAPES = ((5, 7), (7, 5), (33, 65), (64, 256), (1, 1), (1, 9), (9, 1), (100, 30), (5, 7))
@@ -52,8 +50,7 @@ def test_numbers_of_torch(options):
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16, FLOAT, torch.float64])
 def test_bfloat16_products_against_the_formula(dtype, path):
     """Where products are float32 the formula holds to a rounding: test_formulas.py."""
-    params = parameters(dtype, [(5, 7), (12, 4), (2, 6, 3), (3, 0), (0, 4, 4)])
-    before = values(params)
+    params, before = started(values, dtype, [(5, 7), (12, 4), (2, 6, 3), (3, 0), (0, 4, 4)])
     optimizer = FusedMuon(params, lr=1.0, weight_decay=0.0)
     train(optimizer, params, range(1), path)
     for param, old in zip(params, before, strict=True):
@@ -79,8 +76,7 @@ def test_singular_values_come_near_to_one(shape, dtype):
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_comes_of_nothing(path):
     """A zero gradient moves by the decay alone; the smallest numbers do not become nan."""
-    params = parameters(shapes=[(4, 3), (4, 3)])
-    before = values(params)
+    params, before = started(values, shapes=[(4, 3), (4, 3)])
     params[0].grad, params[1].grad = torch.zeros(4, 3), torch.full((4, 3), 1e-38)
     with on(path):
         FusedMuon(params, lr=0.5, weight_decay=0.25).step()
@@ -300,9 +296,10 @@ def test_a_group_of_adam_stays_one_with_a_state_of_torchs(steps):
 
 
 def test_states_of_other_groups_are_refused():
-    params = parameters(shapes=[(3, 2), (2, 3)])
-    optimizer = FusedMuon(params, is_matrix=lambda name, param: False)
-    train(optimizer, params, range(1))
+    def never(name, param):
+        return False
+
+    params, optimizer = started(FusedMuon, shapes=[(3, 2), (2, 3)], steps=1, is_matrix=never)
     saved = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(
         ValueError, match="group 0 was saved with algorithm='adam', and here it has"
@@ -369,18 +366,12 @@ def test_under_amp():
 # -- shards --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("muon"), count=4) as ranks:
-        yield ranks
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("case", programs.MESHES)
 @pytest.mark.slow
 def test_shards_give_the_bits_of_one_process(four, case):
     """Of uneven, empty and no shards; each matrix is computed once, by few collectives."""
-    answers = four.run(functools.partial(programs.stepped, case=case))
+    answers = four.run(programs.stepped, case=case)
     for weights, alone, _, _ in answers:
         assert same(weights, alone)
     dims = sum(place.is_shard() for place in programs.MESHES[case][1])
@@ -396,7 +387,7 @@ def test_shards_give_the_bits_of_one_process(four, case):
 @pytest.mark.dist
 def test_batches_of_what_is_sent(four):
     """More collectives, the same bits."""
-    for weights, alone, calls, _ in four.run(functools.partial(programs.in_batches, sent=20)):
+    for weights, alone, calls, _ in four.run(programs.in_batches, sent=20):
         assert same(weights, alone)
         assert calls == 2 * 3  # of 80 elements: both of 9 x 6; 6 x 9, 1 x 5; 7 x 7, 2 x 12
 
@@ -404,7 +395,7 @@ def test_batches_of_what_is_sent(four):
 @pytest.mark.dist
 def test_shards_of_shards_give_the_bits_of_one_process(four):
     """Collected in another order the rows of a matrix would be, and its sums."""
-    for weights, alone in four.run(functools.partial(programs.strided, iteration_dtype=FLOAT)):
+    for weights, alone in four.run(programs.strided, iteration_dtype=FLOAT):
         assert same(weights, alone)
 
 
@@ -419,7 +410,7 @@ def test_matrices_that_are_whole_on_a_rank_do_not_travel(four):
 @pytest.mark.parametrize("nowhere", [False, True])
 def test_ranks_without_a_gradient(four, nowhere):
     """It counts as 0 for the others, and leaves the weight of its rank alone; no hang."""
-    for weights, kept in four.run(functools.partial(programs.without_gradients, nowhere=nowhere)):
+    for weights, kept in four.run(programs.without_gradients, nowhere=nowhere):
         assert same(weights, kept)
 
 
@@ -427,8 +418,7 @@ def test_ranks_without_a_gradient(four, nowhere):
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT])
 @pytest.mark.parametrize("kind", ["fsdp", "hybrid", "tensor parallel"])
 def test_training_on_parts_of_a_batch(four, kind, dtype):
-    job = functools.partial(programs.trained, kind=kind, iteration_dtype=dtype)
-    for weights, alone in four.run(job):
+    for weights, alone in four.run(programs.trained, kind=kind, iteration_dtype=dtype):
         assert far(weights, alone) < MUON[dtype]
 
 
@@ -436,8 +426,7 @@ def test_training_on_parts_of_a_batch(four, kind, dtype):
 @pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
 @pytest.mark.slow
 def test_sharded_checkpoints_resume(four, kind, tmp_path):
-    job = functools.partial(programs.resumed, kind=kind, folder=str(tmp_path))
-    for different, placed, keys in four.run(job):
+    for different, placed, keys in four.run(programs.resumed, kind=kind, folder=str(tmp_path)):
         assert different == 0
         assert placed
         assert keys == ["momentum_buffer", "low_bits"]

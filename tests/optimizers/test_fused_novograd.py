@@ -7,15 +7,7 @@ import torch
 
 from apex.ops.lists.tensor_lists import as_vector
 from apex.optimizers import FusedNovoGrad
-from tests.optimizers.common import (
-    DTYPES,
-    PATHS,
-    give_grads,
-    on,
-    parameters,
-    same,
-    train,
-)
+from tests.optimizers.common import DTYPES, PATHS, give_grads, on, parameters, same, started, train
 from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
 
 SMALL = ((7,), (33, 5))
@@ -45,8 +37,9 @@ def blended(group, grads, start):
     ],
 )
 def test_norms(path, norm_type, init_zero, dtype):
-    params = parameters(dtype, SMALL)
-    optimizer = FusedNovoGrad(params, norm_type=norm_type, init_zero=init_zero, betas=(0.9, 0.5))
+    params, optimizer = started(
+        FusedNovoGrad, dtype, SMALL, norm_type=norm_type, init_zero=init_zero, betas=(0.9, 0.5)
+    )
     grads = [[], []]
     for number in range(3):
         give_grads(params, number)
@@ -83,8 +76,7 @@ def test_a_moment_of_inf_stays_inf(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_parameters_that_come_late_or_pause(path):
     """Each keeps its own norm, whichever of them have gradients; the original gives up."""
-    params = parameters(shapes=((3,), (4,), (5,)))
-    optimizer = FusedNovoGrad(params, betas=(0.9, 0.5))
+    params, optimizer = started(FusedNovoGrad, shapes=((3,), (4,), (5,)), betas=(0.9, 0.5))
     seen = [[], [], []]
     for number, present in enumerate([(1,), (0, 1), (2,), (0, 2), (0, 1, 2)]):
         give_grads(params, number)
@@ -110,9 +102,7 @@ def test_a_state_from_before_the_first_step():
 
 
 def test_a_torn_state_is_refused():
-    params = parameters()
-    optimizer = FusedNovoGrad(params)
-    train(optimizer, params, range(1))
+    params, optimizer = started(FusedNovoGrad, steps=1)
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][1]
     with pytest.raises(ValueError, match="holds 6 norms"):

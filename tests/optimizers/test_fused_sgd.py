@@ -7,15 +7,7 @@ import torch
 
 from apex.catalogue.tolerance import rms
 from apex.optimizers import FusedSGD, fused_sgd
-from tests.optimizers.common import (
-    PATHS,
-    give_grads,
-    on,
-    parameters,
-    same,
-    train,
-    values,
-)
+from tests.optimizers.common import PATHS, give_grads, on, parameters, same, started, train, values
 from tests.tolerance import assert_one_rounding
 
 SMALL = ((7,), (33, 5))
@@ -84,8 +76,7 @@ def test_float16_is_nearer_to_float64_than_torch_and_the_original(options):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_parameter_that_comes_late_starts_its_own_history(path):
     """In the original the last parameter decides for all."""
-    params = parameters(shapes=SMALL)
-    optimizer = FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.5)
+    params, optimizer = started(FusedSGD, shapes=SMALL, lr=0.05, momentum=0.9, dampening=0.5)
     for number in range(3):
         give_grads(params, number)
         if number < 2:
@@ -105,13 +96,12 @@ def test_a_parameter_that_comes_late_starts_its_own_history(path):
 @pytest.mark.parametrize("storage", ["plain", "kahan"])
 def test_no_buffers_without_momentum(storage, path):
     """As in torch; what a program keeps beside the weights is loaded all the same."""
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = FusedSGD(params, lr=0.1, dampening=0.5, storage=storage)
-    train(optimizer, params, range(2), path)
+    options = {"lr": 0.1, "dampening": 0.5, "storage": storage}
+    params, optimizer = started(FusedSGD, torch.bfloat16, SMALL, steps=2, path=path, **options)
     assert not any("momentum_buffer" in optimizer.state[param] for param in params)
     for param in params:
         optimizer.state[param]["average"] = torch.ones_like(param)
-    other = FusedSGD(params, lr=0.1, dampening=0.5, storage=storage)
+    other = FusedSGD(params, **options)
     other.load_state_dict(optimizer.state_dict())
     assert all("average" in other.state[param] for param in params)
     optimizer.get_momentums(params)  # asked for by programs
@@ -164,8 +154,7 @@ def test_a_first_gradient_of_zeros_begins_the_history(reloads):
 
 
 def test_get_momentums():
-    params = parameters(shapes=SMALL)
-    optimizer = FusedSGD(params, lr=0.1, momentum=0.9)
+    params, optimizer = started(FusedSGD, shapes=SMALL, lr=0.1, momentum=0.9)
     momentums, first = optimizer.get_momentums(params[:1])
     assert first
     assert momentums[0] is optimizer.state[params[0]]["momentum_buffer"]
@@ -183,8 +172,7 @@ def test_states_from_before_nesterov():
 
 
 def test_a_first_step_skipped_on_the_device_is_not_the_first():
-    params = parameters(shapes=SMALL)
-    optimizer = FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.5)
+    params, optimizer = started(FusedSGD, shapes=SMALL, lr=0.05, momentum=0.9, dampening=0.5)
     lagging = {"waits": lambda device: True}  # a CPU taken for a device that lags behind
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("apex.ops._runtime.waits", lagging["waits"])
@@ -232,8 +220,7 @@ def test_buffers_with_a_history_are_not_looked_at_again(monkeypatch):
 def test_most_recent_scale_divides_one_step(path, scale):
     expected = parameters()
     train(FusedSGD(expected, lr=0.05, momentum=0.9), expected, range(2), path or "reference")
-    params = parameters()
-    optimizer = FusedSGD(params, lr=0.05, momentum=0.9)
+    params, optimizer = started(FusedSGD, lr=0.05, momentum=0.9)
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
     optimizer.most_recent_scale = scale
     optimizer.scale_set_by_backward = True

@@ -36,10 +36,7 @@ def matrices(groups):
 
 
 HIDDEN = ["layer.self_attn.out_proj.weight", "layer.linear1.weight", "layer.linear2.weight"]
-SPLIT = {
-    3: ["layer.self_attn.in_proj_weight"],
-    4: ["memory.weight_ih_l0", "memory.weight_hh_l0"],
-}
+SPLIT = {3: ["layer.self_attn.in_proj_weight"], 4: ["memory.weight_ih_l0", "memory.weight_hh_l0"]}
 
 
 @pytest.mark.parametrize("tied", [False, True])

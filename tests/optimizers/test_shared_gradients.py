@@ -13,7 +13,16 @@ from apex.ops.lists.clip import multiply_by_
 from apex.ops.lists.overlaps import overlapping
 from apex.ops.lists.unscale import unscale_, unscale_into
 from apex.parallel import LARC
-from tests.optimizers.common import EVERY, PATHS, in_two_groups, on, parameters, same, values
+from tests.optimizers.common import (
+    EVERY,
+    PATHS,
+    in_two_groups,
+    on,
+    parameters,
+    same,
+    started,
+    values,
+)
 
 SHAPE = (33, 5)
 SIZE = 33 * 5
@@ -134,8 +143,7 @@ def test_each_is_multiplied_once(name, shared, path):
 
 def test_amp_unscales_once(request):
     request.addfinalizer(amp.reset)  # or O1 would cast in later tests
-    params = parameters(shapes=[SHAPE] * 3)
-    optimizer = torch.optim.SGD(params, lr=0.1)
+    params, optimizer = started(torch.optim.SGD, shapes=[SHAPE] * 3, lr=0.1)
     amp.initialize(torch.nn.ParameterList(params), optimizer, opt_level="O1", loss_scale=128.0)
     with amp.scale_loss(torch.ones((), requires_grad=True), optimizer) as scaled:
         scaled.backward()

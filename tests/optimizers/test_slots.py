@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.optimizers._base import FusedOptimizer
-from tests.optimizers.common import give_grads, parameters, same, train
+from tests.optimizers.common import give_grads, parameters, same, started, train
 
 
 class Factored(FusedOptimizer):
@@ -29,9 +29,7 @@ class Factored(FusedOptimizer):
 
 
 def trained(dtype=torch.bfloat16):
-    params = parameters(dtype, [(3, 5), (2, 4, 6)])
-    optimizer = Factored(params)
-    train(optimizer, params, range(2))
+    params, optimizer = started(Factored, dtype, [(3, 5), (2, 4, 6)], steps=2)
     return optimizer, params
 
 

@@ -9,7 +9,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.storage import join_bits
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
-from tests.optimizers.common import EVERY, on, parameters, same, train, values
+from tests.optimizers.common import EVERY, on, parameters, same, started, train, values
 
 SMALL = ((7,), (33, 5))
 COLUMNS = {"low_bits": "low_bits", "kahan": "error"}
@@ -33,9 +33,7 @@ def load(params):
 
 
 def trained(storage, make=EVERY["FusedAdam"], path="reference"):
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = make(params, storage=storage)
-    train(optimizer, params, range(3), path)
+    params, optimizer = started(make, torch.bfloat16, SMALL, storage=storage, steps=3, path=path)
     return params, optimizer
 
 
@@ -159,9 +157,7 @@ def masters(optimizer, params):
 
 @mastered
 def test_masters_follow_what_is_written(make):
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = make(params)
-    train(optimizer, params, range(3))
+    params, optimizer = started(make, torch.bfloat16, SMALL, steps=3)
     before = masters(optimizer, params)
     with torch.no_grad():
         params[0][2:4] = 0.3
@@ -190,9 +186,7 @@ def test_masters_keep_their_bits_where_weights_come_back(make):
 @mastered
 @pytest.mark.parametrize("model_first", [True, False])
 def test_masters_and_models_load_in_any_order(make, model_first):
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = make(params)
-    train(optimizer, params, range(3))
+    params, optimizer = started(make, torch.bfloat16, SMALL, steps=3)
     saved, kept = copy.deepcopy(optimizer.state_dict()), values(params)
     expected = train(optimizer, params, range(3, 5))
     resumed = make(params)  # of a model that goes on from its checkpoint
@@ -208,9 +202,7 @@ def test_masters_and_models_load_in_any_order(make, model_first):
 
 
 def test_nothing_is_noted_without_a_column():
-    params = parameters(torch.bfloat16, SMALL)
-    optimizer = FusedAdam(params)
-    train(optimizer, params, range(1))
+    params, optimizer = started(FusedAdam, torch.bfloat16, SMALL, steps=1)
     assert not optimizer._written
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
+from tests.ranks import error_of
 
 CHANNELS = 16
 
@@ -145,14 +146,6 @@ def under_no_grad(rank):
     with torch.no_grad():
         layer(torch.full((2, 3), 2.0 * rank))
     return layer.running_mean, layer.running_var
-
-
-def error_of(function, *arguments):
-    try:
-        function(*arguments)
-    except Exception as error:  # noqa: BLE001  # the test looks at it
-        return type(error).__name__, str(error)
-    return None
 
 
 def one_value_of_all(rank):

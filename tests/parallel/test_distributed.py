@@ -13,12 +13,6 @@ from tests.ranks import RankError, Ranks
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("wrapper")) as both:
-        yield both
-
-
 def _name(program):
     if isinstance(program, str):
         return ""
@@ -32,8 +26,8 @@ def _same(one, other):
 
 
 @pytest.mark.parametrize("program", [*programs.PROGRAMS, *edges.PROGRAMS], ids=_name)
-def test_ranks_are_equal(ranks, program):
-    first, second = ranks.run(program)
+def test_ranks_are_equal(two, program):
+    first, second = two.run(program)
     assert len(first) == len(second) > 0
     assert all(map(_same, first, second))
 
@@ -58,13 +52,13 @@ def test_four_ranks(tmp_path):
         ((("delay_allreduce", True),), 0),
     ],
 )
-def test_buckets_are_reduced_while_backward_goes_on(ranks, options, early):
-    ranks.run(functools.partial(programs.reduced_early, options=options, early=early))
+def test_buckets_are_reduced_while_backward_goes_on(two, options, early):
+    two.run(functools.partial(programs.reduced_early, options=options, early=early))
 
 
-def test_what_differs_between_ranks_on_purpose(ranks):
-    ranks.run(programs.in_a_group)
-    ranks.run(programs.wide_communication)
+def test_what_differs_between_ranks_on_purpose(two):
+    two.run(programs.in_a_group)
+    two.run(programs.wide_communication)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +85,9 @@ def test_what_differs_between_ranks_on_purpose(ranks):
     ],
     ids=_name,
 )
-def test_refused_on_all_ranks(ranks, program, text):
+def test_refused_on_all_ranks(two, program, text):
     with pytest.raises(RankError, match=f"(?s)rank 0: .*{text}.*rank 1: .*{text}"):
-        ranks.run(program)
+        two.run(program)
 
 
 @pytest.mark.parametrize("make", [DistributedDataParallel, Reducer])

@@ -7,17 +7,11 @@ import torch.distributed as dist
 
 from apex.ops.lists import flat
 from apex.parallel import ReduceOp, Reducer, distributed
-from tests.ranks import RankError, Ranks
+from tests.ranks import RankError
 
 pytestmark = pytest.mark.dist
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("flat")) as both:
-        yield both
 
 
 def _tensors(rank):
@@ -67,14 +61,14 @@ def nothing_to_reduce(rank):
 
 @pytest.mark.parametrize("program", [collectives, reduced_when_asked])
 @pytest.mark.slow
-def test_ranks_are_equal(ranks, program):
-    first, second = ranks.run(program)
+def test_ranks_are_equal(two, program):
+    first, second = two.run(program)
     assert all(map(torch.equal, first, second))
 
 
-def test_a_reducer_of_nothing(ranks):
+def test_a_reducer_of_nothing(two):
     with pytest.raises(RankError, match="Reducer got 3, which is no module and holds no tensor"):
-        ranks.run(nothing_to_reduce)
+        two.run(nothing_to_reduce)
 
 
 def test_splitting():

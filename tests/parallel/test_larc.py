@@ -11,7 +11,18 @@ from apex import amp
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
-from tests.optimizers.common import EVERY, PATHS, give_grads, on, parameters, same, train, values
+from tests.optimizers.common import (
+    EVERY,
+    PATHS,
+    check_closure,
+    give_grads,
+    on,
+    parameters,
+    same,
+    stepped_on_expanded_gradients,
+    train,
+    values,
+)
 from tests.tolerance import assert_one_rounding
 
 SMALL = ((7,), (33, 5))
@@ -192,19 +203,7 @@ def test_copies():
 def test_closures_and_hooks():
     params = parameters(shapes=SMALL)
     optimizer = LARC(sgd(params))
-    seen = []
-    optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = sum(param.square().sum() for param in params)
-        loss.backward()
-        return loss
-
-    before = closure().item()
-    assert optimizer.step(closure).item() == before
-    assert closure().item() < before
-    assert seen == ["hook"]
+    check_closure(optimizer, params)
 
 
 def test_nothing_waits_for_the_device():
@@ -323,15 +322,7 @@ def test_other_gradients_are_refused(kind):
 @pytest.mark.parametrize("path", PATHS)
 def test_expanded_gradients_are_left_alone(path):
     """Their elements share memory, so nothing can be written there."""
-    params, expected = parameters(shapes=SMALL), parameters(shapes=SMALL)
-    for param, other in zip(params, expected, strict=True):
-        param.grad = torch.ones(()).expand(param.shape)
-        other.grad = torch.ones_like(other)
-    with on(path):
-        LARC(sgd(params)).step()
-        LARC(sgd(expected)).step()
-    assert same(values(params), values(expected))
-    assert all(param.grad.eq(1).all() for param in params)
+    assert same(*stepped_on_expanded_gradients(lambda params: LARC(sgd(params)), path))
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])

@@ -65,11 +65,7 @@ def groups(sizes, options, rank):
             dist.all_reduce(total, group=group)
             found[name] = dist.get_process_group_ranks(group)
             assert total.item() == sum(found[name])
-        assert state._STATE.mesh.mesh.shape == (
-            sizes[1],
-            4 // (sizes[0] * sizes[1]),
-            sizes[0],
-        )
+        assert state._STATE.mesh.mesh.shape == (sizes[1], 4 // (sizes[0] * sizes[1]), sizes[0])
         numbers = [
             state.get_rank_info(),
             state.get_tensor_model_parallel_src_rank(),
@@ -403,11 +399,7 @@ def tracker(rank):
         fresh.add("a", 1)
         with fresh.fork("a"):
             pass
-        return [
-            said(fresh.add, "a", 2),
-            said(fresh.add, "b", 1),
-            said(fresh.fork("c").__enter__),
-        ]
+        return [said(fresh.add, "a", 2), said(fresh.add, "b", 1), said(fresh.fork("c").__enter__)]
 
 
 def _dropped(layer, x, factor, y):

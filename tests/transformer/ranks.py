@@ -5,11 +5,11 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from apex.ops._check import ArgumentError
 from apex.optimizers import FusedAdam
 from apex.transformer import parallel_state
 from apex.transformer.amp import GradScaler
 from apex.transformer.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from tests.ranks import error_of
 
 
 class Unscales(torch.optim.SGD):
@@ -92,15 +92,10 @@ def parts(rank):
     mine, other = groups[rank], groups[1 - rank]
     alone = gather_split_1d_tensor(part, group=mine)
     undivided = split_tensor_into_1d_equal_chunks(whole, group=mine)
-    said = []
-    for wrong in (
-        lambda: split_tensor_into_1d_equal_chunks(torch.ones(3)),
-        lambda: split_tensor_into_1d_equal_chunks(whole, group=other),
-        lambda: gather_split_1d_tensor(part, group=other),
-        lambda: GradScaler(process_group=other),
-    ):
-        try:
-            wrong()
-        except (AssertionError, ArgumentError) as error:
-            said.append(str(error))
+    said = [
+        error_of(split_tensor_into_1d_equal_chunks, torch.ones(3)),
+        error_of(split_tensor_into_1d_equal_chunks, whole, group=other),
+        error_of(gather_split_1d_tensor, part, group=other),
+        error_of(GradScaler, process_group=other),
+    ]
     return part.tolist(), both.tolist(), torch.equal(alone, part), len(undivided), said

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from apex.selftest.gpu import waits_refused
+from apex.commands.info.clocks import on_gpu
+from apex.commands.selftest.gpu import waits_refused
 from tools.gpu import stand_ins
 
 Tensor = torch.Tensor
@@ -24,9 +25,21 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # round at every addition; those of rows and of lists stay below 8 (tests/tolerance.py).
 ROUNDINGS = {F64: 8, F32: 8, F16: 2, BF16: 2}
 TIMES_TORCHS = 2
+CALLS = 10  # that a time is the average of
+PAUSE = 60_000_000  # cycles, 30 ms: ten forwards and backwards take the host 5 to 12 ms on an H200
 WARM_UP = 4  # steps until the casts, the state and the tables of addresses are there
 
 CHECKS: dict[str, Callable[[], Any]] = {}
+
+
+def gpu_ms(work: Callable[[], Any]) -> float:
+    """Of a call, queued behind a pause of the GPU, so that it never waits for the host."""
+    return on_gpu(work, CALLS, lambda: torch.cuda._sleep(PAUSE)).ms
+
+
+def wall_ms(work: Callable[[], Any]) -> float:
+    """Of a call, on the clock, until the GPU has done all of them."""
+    return on_gpu(work, CALLS).wall_ms
 
 
 class NotDry(Exception):

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
 
 from apex import amp, debug
+from apex.commands.selftest.gpu import waits_refused
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.optimizers import FusedAdam, FusedLAMB
 from apex.parallel import DistributedDataParallel, Reducer, convert_syncbn_model
 from apex.parallel.distributed import flat_dist_call
-from apex.selftest.gpu import waits_refused
 from tools.gpu import checking
 from tools.gpu.checking import (
     BF16,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from apex.selftest.check import Setting, carry_out
-from apex.selftest.command import every_check
+from apex.commands.selftest.check import Setting, carry_out
+from apex.commands.selftest.command import every_check
 from tools.gpu.rows import NOT_DRY, RIGHT, WRONG, Rows, as_rows, load
 
 # Names of checks whose kernels are interpreted, through the command line.

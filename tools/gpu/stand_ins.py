@@ -162,7 +162,6 @@ def install() -> None:
     for name in ("reset_peak_memory_stats", "memory_reserved", "max_memory_allocated"):
         setattr(cuda, name, lambda *arguments: 0)
     cuda.get_device_name = lambda *arguments: "dry"
-    cuda.memory_snapshot = list
     own = device.DeviceGraph  # with the stand-ins above
     KEPT.enter_context(like_a_gpu())
     device.DeviceGraph = own  # type: ignore[misc]

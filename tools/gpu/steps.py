@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from apex import amp, debug
+from apex.commands.selftest.gpu import waits_refused
 from apex.optimizers import FusedSGD
 from apex.parallel import LARC
-from apex.selftest.gpu import waits_refused
 from tools.gpu import checking
 from tools.gpu.checking import (
     BF16,

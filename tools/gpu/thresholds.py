@@ -21,7 +21,7 @@ from apex.catalogue.entry import Op
 from apex.catalogue.ops import OPS
 from apex.ops import _runtime, _thresholds
 from benchmarks.turns import take_turns
-from tools.gpu import checking, clocks
+from tools.gpu import checking
 from tools.gpu.checking import BF16, DEVICE, check
 from tools.gpu.rows import save
 
@@ -72,7 +72,7 @@ def _both_ways(op: Op, rows: int, path: str) -> tuple[Callable[[], Any], int]:
     return work, leaves[0].numel()
 
 
-CLOCKS = {"gpu": clocks.gpu_ms, "wall": clocks.wall_ms}
+CLOCKS = {"gpu": checking.gpu_ms, "wall": checking.wall_ms}
 
 
 def measure(op: Op) -> dict[str, int]:

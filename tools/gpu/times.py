@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,8 @@ from torch import nn
 from apex import amp, optimizers
 from apex.catalogue.entry import IMAGES, MATRICES, Op
 from apex.catalogue.ops import OPS
+from apex.catalogue.optimizers import beside_torch
+from apex.commands.info.clocks import on_gpu
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _runtime
@@ -61,16 +62,8 @@ class Clock:
 
     def __call__(self, work: Work) -> float:
         """Milliseconds of one call: until the GPU has done it, or until the calls returned."""
-        torch.cuda.synchronize()
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        begun = time.perf_counter()
-        ends[0].record()
-        for _ in range(self.repeat):
-            work()
-        ends[1].record()
-        host = time.perf_counter() - begun
-        torch.cuda.synchronize()
-        return (host * 1e3 if self.host else ends[0].elapsed_time(ends[1])) / self.repeat
+        found = on_gpu(work, self.repeat)
+        return found.host_ms if self.host else found.ms
 
 
 def measure(which: str, rows: Rows, *, dry: bool) -> None:
@@ -325,23 +318,19 @@ def _lists() -> dict[str, list[tuple[int, ...]]]:
     return {"355M": _shapes(24, 1024, 50304), "300 of 8 x 8": [(8, 8)] * 300}
 
 
-STEPS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
-    "torch AdamW": (lambda p: torch.optim.AdamW(p, lr=1e-5, fused=True), None),
-    "torch SGD": (lambda p: torch.optim.SGD(p, lr=1e-5, momentum=0.9, fused=True), None),
-    "FusedAdam": (lambda p: optimizers.FusedAdam(p, lr=1e-5), "torch AdamW"),
-    "FusedLAMB": (lambda p: optimizers.FusedLAMB(p, lr=1e-5), "torch AdamW"),
-    "FusedSGD": (lambda p: optimizers.FusedSGD(p, lr=1e-5, momentum=0.9), "torch SGD"),
-    "FusedNovoGrad": (lambda p: optimizers.FusedNovoGrad(p, lr=1e-5), "torch AdamW"),
-}
-
-
 def _steps(shapes: list[tuple[int, ...]]) -> list[Row]:
     params = [nn.Parameter(torch.randn(shape, device=DEVICE) * 0.02) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
+    every = beside_torch()
+    torchs = {f"torch {name}.step": make for _, name, make in every.values()}
+    ours = {name: (make, f"torch {other}.step") for name, (make, other, _) in every.items()}
     return [
-        Row(f"{name}.step", partial(_step_of, make, params), f"{over}.step" if over else None)
-        for name, (make, over) in STEPS.items()
+        *(Row(name, partial(_step_of, make, params)) for name, make in torchs.items()),
+        *(
+            Row(f"{k}.step", partial(_step_of, make, params), over)
+            for k, (make, over) in ours.items()
+        ),
     ]
 
 
@@ -445,7 +434,7 @@ def ops() -> dict[str, tuple[list[Row], Clock]]:
     return found
 
 
-# What tuned kernels are judged by, bfloat16; sizes are those of `apex bench kernels`.
+# What tuned kernels are judged by, bfloat16; sizes are those of `python -m benchmarks.kernels`.
 ANCHORS = (
     ("rms_norm", "middle", (20, 96)),
     ("rms_norm", "wide", (2, 8200)),

@@ -29,16 +29,15 @@ from typing import Any
 import torch
 
 from benchmarks.turns import take_turns
-from tools.gpu import checking, clocks
+from tools.gpu import checking
 from tools.gpu.checking import BF16, F16, F32, Tensor, check, need
 from tools.gpu.rows import replace
 
 if checking.DRY:  # before kernels are decorated
     os.environ["TRITON_INTERPRET"] = "1"
 
-from apex import _measured
-from apex._measured import Row
 from apex.kernels import (
+    _measured,
     _settings,
     cross_entropy,
     group_norm,
@@ -47,6 +46,7 @@ from apex.kernels import (
     scaled_softmax,
     swiglu,
 )
+from apex.kernels._measured import Row
 from apex.kernels._settings import Choice, Key
 
 TURNS, FASTER, DIFFER = 3, 0.95, 0.10
@@ -211,7 +211,7 @@ def on_the_gpu(choice: Choice, work: Work) -> float:
     """Milliseconds of a call, once it is compiled."""
     for _ in range(WARM_UP):
         work()
-    return clocks.gpu_ms(work)
+    return checking.gpu_ms(work)
 
 
 def stand_in(choice: Choice, work: Work) -> float:

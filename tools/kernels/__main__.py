@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from apex.cli.command_line import UsageError, suggestion
-from apex.cli.options import unique
-from apex.cli.tables import NOTHING, Column, console, fitted
+from apex.commands.command_line import UsageError, suggestion
+from apex.commands.options import unique
+from apex.commands.tables import NOTHING, Column, console, fitted
 from tools import quiet_without_reader
 from tools.kernels import versions
 

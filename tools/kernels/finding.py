@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import apex.kernels
 import tools.kernels.cases
-from tools.kernels import instructions, judge
+from tools.kernels import derived, instructions, judge
 from tools.kernels.case import CompiledCase
 from tools.kernels.compiler import TARGETS, UnavailableError
 from tools.kernels.instructions import Instruction, disassembled
@@ -94,7 +94,7 @@ def cases_of(file: str) -> list[CompiledCase]:
     """List the cases of a kernel file by its name; that a file has some is for the tests."""
     name = file.rpartition(".")[2]
     if name not in {info.name for info in pkgutil.iter_modules(tools.kernels.cases.__path__)}:
-        return []
+        return list(derived.cases(name))
     return list(importlib.import_module(f"tools.kernels.cases.{name}").cases())
 
 

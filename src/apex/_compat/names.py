@@ -144,7 +144,6 @@ NAMES = (
     Name("torch._dynamo.eval_frame.OptimizedModule", "see whether a compiled module runs",
          "overlap_param_sync waits in step() from the first compilation on", instead.Nothing),
     Name("torch._dynamo.config", "time compiled models", alias="dynamo_config"),
-    Name("torch._functorch.config", "time compiled backward passes", alias="functorch_config"),
     Name("torch._dynamo.graph_break", "change autocast in a compiled model", before="2.13"),
     Name("torch._guards.TracingContext", "see that AOTAutograd traces", before="2.13"),
     # -- modes, trees ------------------------------------------------------------------------------

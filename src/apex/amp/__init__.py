@@ -11,7 +11,8 @@ The main idea: the state of a training belongs to the objects passed to ``initia
 uses ``torch.autocast``, with a thin layer for functions that torch's lists lack
 (:mod:`~apex.amp.casting`). A model carries two hooks. An optimizer carries its gradients' state and
 its masters (:mod:`~apex.amp.gradients`, :mod:`~apex.amp.optimizer`). A loss scaler is a few numbers
-on the device (:mod:`~apex.amp.scaler`). ``_amp_state`` is a view for old programs.
+on the device (:mod:`~apex.amp.scale`). What programs of 2017 to 2019 call is in
+:mod:`~apex.amp.legacy`.
 
 ``initialize`` puts hooks on models and replaces ``step``, ``zero_grad`` and ``add_param_group`` on
 each optimizer. Where functions are cast it switches autocast on in the thread and adds kernels to
@@ -19,26 +20,29 @@ torch's autocast in the process (``tests/amp/initialize/test_footprint.py`` has 
 ``amp.reset()`` takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``.
 """
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.amp import lists
-from apex.amp.amp import (
+from apex.amp.clipping import clip_grad_norm_, clip_grad_value_, outcome, stepped
+from apex.amp.frontend import initialize, load_state_dict, reset, state_dict
+from apex.amp.functions import (
     autocast,
+    disable_casts,
     float_function,
     half_function,
-    init,
     promote_function,
     register_float_function,
     register_half_function,
     register_promote_function,
 )
-from apex.amp.clipping import clip_grad_norm_, clip_grad_value_, outcome, stepped
-from apex.amp.frontend import initialize, load_state_dict, reset, state_dict
 from apex.amp.grad_scaler import GradScaler
+from apex.amp.gradients.masters import master_params
 from apex.amp.graphs.captured import capture
-from apex.amp.handle import disable_casts, scale_loss
+from apex.amp.legacy.amp import init
+from apex.amp.scaling import scale_loss
 
-from apex.amp import _initialize, handle, opt, scaler  # isort: skip  # reached as attributes
-from apex.amp._amp_state import _amp_state, master_params  # last: replaces the module's name
+from apex.amp import amp as amp  # isort: skip  # these are reached as attributes
+from apex.amp import _initialize, handle, opt, scaler  # isort: skip
+from apex.amp._amp_state import _amp_state  # isort: skip  # last: replaces the module's name
 
 __all__ = [
     "GradScaler",

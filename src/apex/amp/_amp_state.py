@@ -1,5 +1,5 @@
-"""Old path of :mod:`apex.amp.newest`."""
+"""Old path of :mod:`apex.amp.legacy.amp_state`."""
 
-from apex.amp.newest import AmpState, _amp_state, master_params, maybe_print, warn_or_err
+from apex.amp.legacy.amp_state import AmpState, _amp_state, master_params, maybe_print, warn_or_err
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]

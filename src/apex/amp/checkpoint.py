@@ -20,9 +20,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from apex.amp.newest import _amp_state
+from apex.amp.newest import newest
 from apex.amp.optimizer import state_of
-from apex.amp.scaler import LossScaler
+from apex.amp.scale import Scale
 from apex.amp.training import Training, alive, in_use, is_disabled, moments, with_scale
 
 _KEY = re.compile(r"loss_scaler(0|[1-9][0-9]*)")
@@ -67,8 +67,8 @@ def _meant(called: str) -> list[Training]:
         gc.collect()  # an optimizer that went through initialize is part of a cycle
     trainings = with_scale()
     if not trainings:
-        newest = getattr(_amp_state, "training", None)
-        return [] if newest is None else [newest]
+        last = getattr(newest, "training", None)
+        return [] if last is None else [last]
     waiting = [one for one in trainings if not one.last_pass]
     if waiting and called == "load_state_dict":
         if len(waiting) < len(trainings) and waiting[-1].is_dynamic():
@@ -93,10 +93,7 @@ def _meant(called: str) -> list[Training]:
 
 def _states(training: Training) -> list[dict[str, Any]]:
     """The entries of the scalers of ``training``."""
-    return [
-        {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-        for scaler in training.loss_scalers
-    ]
+    return [scaler.entry() for scaler in training.loss_scalers]
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
@@ -202,13 +199,11 @@ def _refuse_other_policy(saved: Any, now: Any) -> None:
         )
 
 
-def _load(entries: Mapping[str, tuple[float, int]], scalers: list[LossScaler]) -> None:
+def _load(entries: Mapping[str, tuple[float, int]], scalers: list[Scale]) -> None:
     for key, (scale, unskipped) in entries.items():
         number = int(str(key).removeprefix("loss_scaler"))
-        scaler = scalers[number] if number < len(scalers) else None
-        if scaler is not None and scaler.dynamic:
-            scaler._loss_scale = scaler._bounded(scale)
-            scaler._unskipped = unskipped
+        if number < len(scalers):
+            scalers[number].load(scale, unskipped)
 
 
 def _checked(key: str, entry: Any) -> tuple[float, int]:

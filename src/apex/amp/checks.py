@@ -11,10 +11,10 @@ import torch
 
 from apex.amp import _speech
 from apex.amp.casting import models as modules
-from apex.amp.gradients import distributed
+from apex.amp.gradients import forwards
 from apex.amp.gradients.masters import has_version, table
-from apex.amp.newest import _amp_state, warn_or_err
-from apex.amp.policy import HALF_TYPES, Properties, opt_levels
+from apex.amp.levels import HALF_TYPES, Properties, opt_levels
+from apex.amp.newest import newest, warn_or_err
 
 _SCALE_LOSSES = {
     "FP16_Optimizer": "does its own mixed precision. Pass the bare torch.optim or apex.optimizers "
@@ -182,7 +182,7 @@ def unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module
 
 def inner(model: Any) -> Any:
     """What a parallel wrapper holds; anything else itself."""
-    parallel = isinstance(model, torch.nn.DataParallel) or distributed.is_wrapper(model)
+    parallel = isinstance(model, torch.nn.DataParallel) or forwards.is_wrapper(model)
     return model.module if parallel else model
 
 
@@ -222,7 +222,7 @@ def _weight_of(param: torch.Tensor) -> torch.Tensor:
 
 def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> None:
     """Refuse weights that the level cannot use, by name."""
-    if _amp_state.allow_incoming_model_not_fp32:
+    if newest.allow_incoming_model_not_fp32:
         return
     casts_model = properties.cast_model_type in HALF_TYPES
     for model in models:

@@ -13,7 +13,7 @@ import torch
 from apex.amp.gradients.masters import master_params
 from apex.amp.gradients.overflow import Outcome
 from apex.amp.optimizer import state_of
-from apex.amp.scaler import SCALE
+from apex.amp.scale import SCALE
 from apex.ops.lists.tensor_lists import OWN_MEMORY, local
 
 

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 import torch
 
 from apex._compat import private
-from apex.amp import checks, distributed_checkpoint, handle
-from apex.amp.casting import cpu_float16, dispatcher, rules, state
-from apex.amp.casting import kept as policies
+from apex.amp import checks, distributed_checkpoint
+from apex.amp.casting import cpu_float16, dispatcher, kept_modules, rules, switches
 from apex.amp.casting import models as modules
 from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.gradients import collectives
 from apex.amp.gradients.masters import Values, table
 from apex.amp.gradients.step_checks import share_memory
-from apex.amp.newest import _amp_state
+from apex.amp.levels import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
+from apex.amp.newest import newest
 from apex.amp.optimizer import OptimizerState, state_of
-from apex.amp.policy import HALF_TYPES, O0, O1, O2, O3, O4, O5, Properties, opt_levels
-from apex.amp.scaler import LossScaler, check
+from apex.amp.scale import check
 from apex.amp.training import Training, alive, disabled, managed, managed_states
 
 if TYPE_CHECKING:
@@ -218,20 +217,20 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             "such as torch.float32, or None."
         )
     checks.refuse_inference_mode()
-    state.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
+    switches.refuse_users_block("amp.initialize", switches_on=properties.casts_functions)
     optimizer_list = checks.optimizer_list(optimizers)
     if fused_step:
         checks.refuse_unfused(optimizer_list)
     model_list = [checks.unwrapped(model, properties) for model in checks.model_list(models)]
     checks.refuse_copies(model_list, optimizer_list)
-    kept = policies.read(policy, model_list, properties, verbose=verbosity > 0)
+    kept = kept_modules.read(policy, model_list, properties, verbose=verbosity > 0)
     with lock:  # models of other threads are listed
         modules.refuse_shared(model_list, kept)
     checks.check_dtypes(model_list, properties)
     checks.refuse_sharded(model_list, properties, process_group)
     process_group = checks.group_of_several("amp.initialize", process_group)
     scalers = [
-        LossScaler(
+        newest.scaler_type(
             properties.loss_scale,
             init_scale=init_scale,
             scale_window=growth_interval,
@@ -251,19 +250,22 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         casts_functions=properties.casts_functions,
         fused_step=fused_step,
         process_group=process_group,
-        policy=policies.saved(kept),
+        policy=kept_modules.saved(kept),
     )
     params = [param for model in model_list for param in model.parameters()]
-    newest = _build(training, model_list, kept, params, optimizer_list, cast_model_outputs)
-    known, devices = state.device_types(), {param.device.type for param in params}
+    casts = _build(training, model_list, kept, params, optimizer_list, cast_model_outputs)
+    known, devices = switches.device_types(), {param.device.type for param in params}
     if properties.casts_anything:
         cpu_float16.begin(properties.half_dtype, devices or known)
-    if newest is None:
-        state.disable_for_thread()
+    if casts is None:
+        switches.disable_for_thread()
     else:
-        newest.activate(tuple(device for device in known if device in devices) or known)
-    _amp_state.show([training])
-    vars(_amp_state).update(
+        on = tuple(device for device in known if device in devices) or known
+        switches.enable_for_thread(casts, on)
+        newest.casts = casts
+        vars(newest).pop("handle", None)  # of the casts before
+    newest.show([training])
+    vars(newest).update(
         verbosity=verbosity,
         opt_properties=properties,
         min_loss_scale=min_loss_scale,
@@ -279,21 +281,20 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
 def _build(
     training: Training,
     models: list[torch.nn.Module],
-    kept: list[policies.Kept],
+    kept: list[kept_modules.Kept],
     params: list[torch.nn.Parameter],
     optimizers: list[Any],
     cast_model_outputs: torch.dtype | None,
-) -> handle.AmpHandle | None:
+) -> switches.Casts | None:
     """Change models and optimizers. All that can be refused has been, but for registrations.
 
-    Returns the handle of the level's function casts, to be switched on; ``None`` if it has none.
+    Returns the level's function casts, to be switched on; ``None`` if it has none.
     """
     properties = training.properties
-    newest = casts = None
+    casts = None
     with lock:
         if properties.casts_functions:
-            newest = handle.AmpHandle(properties.loss_scale, verbose=training.verbosity == 2)
-            casts = newest.make_casts(properties.half_dtype)  # refuses registrations
+            casts = rules.make_casts(properties.half_dtype, verbose=training.verbosity == 2)
             training.casts = weakref.ref(casts)
         _supersede(params, optimizers, properties)
         _release(models, optimizers)
@@ -319,7 +320,7 @@ def _build(
         except BaseException:  # such as out of memory
             _put_back(models, optimizers, full)
             raise
-    return newest
+    return casts
 
 
 def _put_back(
@@ -422,19 +423,19 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
-    state.refuse_users_block("amp.initialize", switches_on=False)
-    state.disable_for_thread()
-    _amp_state.verbosity = verbosity
-    _amp_state.opt_properties = Properties()  # type: ignore[attr-defined]
+    switches.refuse_users_block("amp.initialize", switches_on=False)
+    switches.disable_for_thread()
+    newest.verbosity = verbosity
+    newest.opt_properties = Properties()
     listed = [x if isinstance(x, (list, tuple)) else [x] for x in (models, optimizers)]
     with lock:
         _release(map(checks.inner, listed[0]), listed[1])
         for optimizer in listed[1]:
             with contextlib.suppress(TypeError):  # anything may be passed here
                 disabled.add(optimizer)
-        newest = getattr(_amp_state, "training", None)
-        if newest is not None and newest.is_over():
-            _amp_state.show(alive())
+        training = getattr(newest, "training", None)
+        if training is not None and training.is_over():
+            newest.show(alive())
     return models if optimizers is None else (models, optimizers)
 
 
@@ -449,8 +450,8 @@ def reset() -> None:
         RuntimeError: Casts are on (O1, O4, ``init``), and this is called inside a block of
             ``torch.autocast`` or ``torch.inference_mode`` whose end would switch them on again.
     """
-    state.refuse_users_block("amp.reset", switches_on=False)
-    state.disable_for_thread()
+    switches.refuse_users_block("amp.reset", switches_on=False)
+    switches.disable_for_thread()
     with lock:
         _release(list(modules.prepared), list(managed))
         rules.restore()
@@ -461,5 +462,5 @@ def reset() -> None:
     disabled.clear()
     _USER_CAST_REGISTRY.clear()
     _USER_PROMOTE_REGISTRY.clear()
-    _amp_state.forget()
-    _amp_state.verbosity = 1
+    newest.forget()
+    newest.verbosity = 1

@@ -28,10 +28,11 @@ from apex._compat import private
 from apex.amp._pickled_group import PickledGroup, _default_group
 from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
-from apex.amp.gradients.distributed import agree_over_, groups_of, root_meshes
+from apex.amp.gradients.agreement import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import Outcome, TakenSteps, counts_of
 from apex.amp.gradients.parameters import grads_of
-from apex.amp.scaler import check, iter_params
+from apex.amp.optimizer import state_of
+from apex.amp.scale import check, iter_params
 from apex.ops import _runtime
 from apex.ops.lists import clip
 from apex.ops.lists.placements import is_sharded, placed
@@ -350,8 +351,8 @@ def _unscales_itself(optimizer: Any) -> bool:
 
 def _takes_scale(optimizer: Any) -> bool:
     """Whether the optimizer multiplies scaled gradients by a number in its step."""
-    managed = getattr(optimizer, "_amp_stash", None)
-    refused = managed is not None and managed.use_masters  # by amp
+    state = state_of(optimizer)
+    refused = state is not None and state.use_masters  # by amp
     if refused or _unscales_itself(optimizer):
         return False
     marked = _is_marked(optimizer)

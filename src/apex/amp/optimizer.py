@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from apex.amp import checks, entries
-from apex.amp.casting import state as casts
+from apex.amp.casting import switches as casts
 from apex.amp.gradients import captures
 from apex.amp.gradients import overflow as overflows
 from apex.amp.gradients.fused import FusedGradients
@@ -33,7 +33,7 @@ from apex.amp.gradients.overflow import Overflow, SkippedStep
 from apex.amp.gradients.parameters import Parameters
 from apex.amp.gradients.skipping import MARK, SCALED, skipping_of
 from apex.amp.gradients.step_checks import ModelCheck, StepCheck
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 from apex.amp.training import Training, managed
 from apex.ops import _runtime
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from apex.amp.casting import rules
-from apex.amp.casting import state as casting
+from apex.amp.casting import rules, switches
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.gradients import overflow
 from apex.amp.gradients.ledger import Ledger, Pass, State
-from apex.amp.newest import _amp_state
+from apex.amp.newest import newest
 from apex.amp.optimizer import OptimizerState, state_of
-from apex.amp.scaler import LossScaler
+from apex.amp.scale import Scale
 from apex.amp.training import is_disabled, managed_states, moments
 
 __all__ = ["scale_loss"]
@@ -89,13 +88,13 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
             return loss
         training = states[0].training
         if training.casts_functions and any(rules.REGISTRIES):
-            rules.warn_of_late_registrations(training.casts(), casting.current())
+            rules.warn_of_late_registrations(training.casts(), switches.current())
         scaler = _scaler_of(states, loss, self.loss_id)
         for state in states:
             state.training.last_pass = next(moments)
         wide = loss if loss.dtype == torch.float64 else loss.float()
         if scaler.static == 1.0 and not any([state.use_masters for state in states]):
-            self._off = casting.off()
+            self._off = switches.off()
             self._off.__enter__()
             return wide
         ledgers = [state.ledger for state in states]
@@ -103,7 +102,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
         this = Pass(scaler, index, ledgers, wide.detach())
         try:
             this = this.begin()
-            self._off = casting.off()
+            self._off = switches.off()
             self._off.__enter__()
             scale = this.scale
             if isinstance(scale, torch.Tensor) and scale.device != wide.device:
@@ -170,7 +169,7 @@ class _ScaledLoss(contextlib.AbstractContextManager[torch.Tensor]):
                 raise
         finally:
             self._off.__exit__()
-            casting.forget_weights()  # a step makes cached casts stale
+            switches.forget_weights()  # a step makes cached casts stale
 
 
 def _look_at_static(this: Pass) -> None:
@@ -211,7 +210,7 @@ def _states(optimizers: Any) -> list[OptimizerState]:
     found = [state for state in states if state is not None]
     if len(found) == len(listed) and found:
         return list(dict.fromkeys(found))
-    options = getattr(_amp_state, "opt_properties", None)
+    options = getattr(newest, "opt_properties", None)
     if options is None:
         raise RuntimeError(
             "amp.scale_loss was called before amp.initialize. Call "
@@ -227,7 +226,7 @@ def _states(optimizers: Any) -> list[OptimizerState]:
     )
 
 
-def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> LossScaler:
+def _scaler_of(states: Sequence[OptimizerState], loss: Any, loss_id: int) -> Scale:
     """The scaler of the pass that begins, after all checks."""
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         given = f"{loss!r} ({type(loss).__name__})"

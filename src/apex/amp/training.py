@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from apex.amp.policy import Properties
-from apex.amp.scaler import LossScaler
+from apex.amp.levels import Properties
+from apex.amp.scale import Scale
 from apex.amp.unnoticed import Unnoticed
 
 moments = itertools.count(1)  # of new trainings and of passes, to tell which was first
@@ -35,7 +35,7 @@ class Training:
     """
 
     properties: Properties
-    loss_scalers: list[LossScaler]
+    loss_scalers: list[Scale]
     verbosity: int
     max_skipped_steps: int
     casts_functions: bool = False
@@ -75,7 +75,7 @@ class Training:
         """Whether one of its scales is."""
         return any([scaler.dynamic for scaler in self.loss_scalers])
 
-    def shown_scalers(self) -> list[LossScaler]:
+    def shown_scalers(self) -> list[Scale]:
         """What ``_amp_state.loss_scalers`` is while this is the newest training.
 
         Those that a checkpoint has, but until the next ``scale_loss`` those that were just made:

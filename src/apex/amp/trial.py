@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from apex.amp.casting import cpu_float16, dispatcher, rules, state
-from apex.amp.newest import _amp_state
+from apex.amp.casting import cpu_float16, dispatcher, rules, switches
+from apex.amp.newest import newest
 
 
 @contextmanager
@@ -21,19 +21,19 @@ def preserved() -> Iterator[None]:
     Inside, no casts are on before the first ``initialize``. Kernels and wrapped functions stay if
     there were any before, because another training may use them.
     """
-    thread, shown = {**vars(state.thread)}, {**vars(_amp_state)}
+    thread, shown = {**vars(switches.thread)}, {**vars(newest)}
     had_kernels, had_wrappers = dispatcher.installed(), rules.wraps()
-    vars(state.thread).clear()
-    state.thread.__init__()  # type: ignore[misc]  # as in a new thread
+    vars(switches.thread).clear()
+    switches.thread.__init__()  # type: ignore[misc]  # as in a new thread
     try:
         with cpu_float16.left_out():  # its kernels would stay
             yield
     finally:
-        state.disable_for_thread()
-        vars(state.thread).clear()
-        vars(state.thread).update(thread)
-        vars(_amp_state).clear()
-        vars(_amp_state).update(shown)
+        switches.disable_for_thread()
+        vars(switches.thread).clear()
+        vars(switches.thread).update(thread)
+        vars(newest).clear()
+        vars(newest).update(shown)
         if not had_kernels:
             dispatcher.uninstall()
         if not had_wrappers:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients.tensors import stored_values
 from apex.ops import _runtime
 from apex.ops.lists.tensor_lists import local

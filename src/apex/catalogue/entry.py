@@ -64,7 +64,7 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True)
 class Timed:
-    """How `apex bench kernels` times an op.
+    """How `python -m benchmarks.kernels` times an op.
 
     Attributes:
         sizes: The sets of shapes by name.
@@ -141,8 +141,8 @@ class Op:
 
 # --- sizes ---------------------------------------------------------------------------------------
 
-# The sets of shapes that `apex bench kernels` times. Each is asked whether the full size is wanted,
-# which a GPU needs to be busy and which takes too long on a CPU.
+# The sets of shapes that `python -m benchmarks.kernels` times. Each is asked whether the full size
+# is wanted, which a GPU needs to be busy and which takes too long on a CPU.
 
 HEADS = 16
 HEAD = 64  # channels of an attention head

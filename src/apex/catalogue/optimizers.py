@@ -24,7 +24,7 @@ from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType, FusedAdamS
 
 __all__ = [
     "BY_NAME", "OPTIMIZERS", "WITH_8_BITS", "Formula", "Optimizer", "State", "Step", "TimedStep",
-    "Variant", "makers",
+    "Variant", "beside_torch", "makers",
     "TRUST", "adagrad", "adam", "adam_eps_inside", "lamb", "larc", "lion", "muon", "novograd",
     "sgd",
 ]  # fmt: skip
@@ -240,7 +240,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """How `apex bench kernels` times a step.
+    """How `python -m benchmarks.kernels` times a step.
 
     Attributes:
         peers: Others who take the same step, by name, from parameters and ``numbers``.
@@ -272,6 +272,7 @@ class Optimizer:
         launches: Kernels of a step, for one group and one dtype.
         shared_launches: How many of these are there once for all groups.
         timed: How it is timed, if it is.
+        beside: The fused optimizer of torch that its host time is compared with.
     """
 
     make: Callable[..., Any]
@@ -284,6 +285,7 @@ class Optimizer:
     launches: int = 1
     shared_launches: int = 0
     timed: TimedStep | None = None
+    beside: str = "AdamW"
 
     @property
     def title(self) -> str:
@@ -297,6 +299,8 @@ class Optimizer:
 
 MOMENTUM = {"momentum": 0.9}
 EIGHT_BIT = Variant("state=8bit", {"state": "8bit"}, ("fp32", "bf16"))
+BFLOAT16 = Variant("state=bfloat16", {"state": "bfloat16"}, ("fp32", "bf16"))
+AUTO = Variant("storage=auto", {"storage": "auto"}, ("fp32", "bf16"))
 OPTIMIZERS: tuple[Optimizer, ...] = (
     Optimizer(
         optimizers.FusedAdam, adam,
@@ -312,7 +316,9 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            AUTO,
             EIGHT_BIT,
+            BFLOAT16,
         ),
         training={"lr": 0.005, "weight_decay": 0.01},
         timed=TimedStep(of_torch("AdamW"), {"weight_decay": 0.01}, 2, float32_states=True),
@@ -339,8 +345,9 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("Nesterov", {**MOMENTUM, "nesterov": True}),
             Variant("LARC", MOMENTUM, larc=True),
             Variant("state=8bit", {**MOMENTUM, "state": "8bit"}, EIGHT_BIT.dtypes),
+            Variant("state=bfloat16", {**MOMENTUM, "state": "bfloat16"}, BFLOAT16.dtypes),
         ),
-        options={"lr": 0.05}, training={"lr": 0.05, "momentum": 0.9},
+        options={"lr": 0.05}, training={"lr": 0.05, "momentum": 0.9}, beside="SGD",
         timed=TimedStep(of_torch("SGD"), {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}, 1),
     ),
     Optimizer(
@@ -349,6 +356,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant(dtypes=EVERY, every_test=True),
             Variant("decoupled decay", {"adagrad_w_mode": True}, every_test=True),
             EIGHT_BIT,
+            BFLOAT16,
         ),
         options={"lr": 0.05}, training={"lr": 0.05},
         timed=TimedStep(of_torch("Adagrad"), {"lr": 1e-2}, 1),
@@ -360,6 +368,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("L2", {"adam_w_mode": False}, every_test=True),
             Variant("storage=low_bits", {"storage": "low_bits"}, ("bf16",)),
             EIGHT_BIT,
+            BFLOAT16,
         ),
         max_norm=1.0, training={"lr": 0.005, "weight_decay": 0.01},
         launches=5, shared_launches=2,  # the norm of all gradients
@@ -381,6 +390,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("decay inside", {"reg_inside_moment": True}, every_test=True),
             Variant("largest", {"norm_type": 0}),
             EIGHT_BIT,
+            BFLOAT16,
         ),
         training={"lr": 0.3}, launches=3,
         timed=TimedStep(
@@ -390,7 +400,8 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         ),
     ),
     Optimizer(
-        optimizers.FusedLion, lion, (Variant(dtypes=EVERY, every_test=True), EIGHT_BIT),
+        optimizers.FusedLion, lion,
+        (Variant(dtypes=EVERY, every_test=True), EIGHT_BIT, BFLOAT16),
         training={"lr": 0.0005, "weight_decay": 0.01},
     ),
     Optimizer(
@@ -403,7 +414,9 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
                 Variant(f"storage={storage}", {"storage": storage}, ("bf16",))
                 for storage in ("low_bits", "kahan", "stochastic")
             ),
+            AUTO,
             EIGHT_BIT,
+            BFLOAT16,
         ),
         options={"iteration_dtype": torch.float32},
         training={"lr": 0.02, "adam_lr": 0.005, "weight_decay": 0.01},
@@ -431,6 +444,18 @@ def makers(lr: float | None = None, **options: Any) -> dict[str, Maker]:
         options: Others of constructors.
     """
     return {name: _maker(optimizer, lr, options) for name, optimizer in BY_NAME.items()}
+
+
+def beside_torch() -> dict[str, tuple[Maker, str, Maker]]:
+    """What makes each optimizer of `BY_NAME`; name and maker of torch's fused one beside it."""
+    found: dict[str, tuple[Maker, str, Maker]] = {}
+    for name, optimizer in BY_NAME.items():
+        other = next(one for one in OPTIMIZERS if one.timed and one.beside == optimizer.beside)
+        theirs = getattr(torch.optim, optimizer.beside)
+        ours, numbers = (one.timed.numbers if one.timed else {} for one in (optimizer, other))
+        make = functools.partial(optimizer.make, **ours)
+        found[name] = make, optimizer.beside, functools.partial(theirs, fused=True, **numbers)
+    return found
 
 
 def _maker(optimizer: Optimizer, lr: float | None, options: Mapping[str, Any]) -> Maker:

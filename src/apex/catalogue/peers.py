@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,17 +29,23 @@ def of_torch(name: str) -> dict[str, Peer]:
     return {f"torch {way}": partial(peer, way) for way in ("fused", "foreach")}
 
 
+def _stepping(params: Params, update: Callable[[Params, int], None]) -> Callable[[], object]:
+    """Make a step of an update, from the gradients and the number of the step."""
+    numbers = itertools.count(1)
+
+    @torch.no_grad()
+    def step() -> None:
+        update([param.grad for param in params if param.grad is not None], next(numbers))
+
+    return step
+
+
 def foreach_lamb(params: Params, *, lr: float, weight_decay: float) -> Callable[[], object]:
     """LAMB in torch's foreach functions, with the formula of `optimizers.lamb`, clipped to 1."""
     beta1, beta2 = 0.9, 0.999
     means, squares = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    taken = 0
 
-    @torch.no_grad()
-    def step() -> None:
-        nonlocal taken
-        taken += 1
-        grads = [param.grad for param in params if param.grad is not None]
+    def update(grads: Params, taken: int) -> None:
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
         scaled = private.foreach_div(grads, norm.clamp(min=1.0))
         private.foreach_lerp_(means, scaled, 1 - beta1)
@@ -54,7 +61,7 @@ def foreach_lamb(params: Params, *, lr: float, weight_decay: float) -> Callable[
         ratios = torch.where((sizes[0] > 0) & (sizes[1] > 0), sizes[0] / sizes[1], 1.0)
         private.foreach_addcmul_(params, terms, (ratios * -lr).unbind())
 
-    return step
+    return _stepping(params, update)
 
 
 def foreach_novograd(
@@ -66,14 +73,9 @@ def foreach_novograd(
     """
     beta1, beta2 = betas
     means = [torch.zeros_like(param) for param in params]
-    squares: list[torch.Tensor] = []  # one tensor, from the first step on
-    taken = 0
+    squares: Params = []  # one tensor, from the first step on
 
-    @torch.no_grad()
-    def step() -> None:
-        nonlocal taken
-        taken += 1
-        grads = [param.grad for param in params if param.grad is not None]
+    def update(grads: Params, taken: int) -> None:
         current = torch.stack(private.foreach_norm(grads, dtype=torch.float32)).square_()
         if squares:
             squares[0].lerp_(current, 1 - beta2)
@@ -87,4 +89,4 @@ def foreach_novograd(
         # as long on a CPU (3 million elements in one tensor, and 1,000 tiny ones).
         private.foreach_addcmul_(params, means, factors.unbind())
 
-    return step
+    return _stepping(params, update)

@@ -1,6 +1,6 @@
 """Parts that stand alone; each package is imported by its own name."""
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 
 __all__: list[str] = []
 

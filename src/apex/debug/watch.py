@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.debug import ranks
 from apex.debug.attaching import put_on_model, put_on_scaler, unwrapped
 from apex.debug.calls import Call, is_transformed, stateful

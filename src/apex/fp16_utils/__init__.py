@@ -1,9 +1,9 @@
-"""Mixed precision by hand: 16-bit models, float32 masters, loss scaling.
+"""Old names of NVIDIA's Apex: mixed precision by hand, with 16-bit models and float32 masters.
 
 In new programs use :func:`apex.amp.initialize`.
 """
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 from apex.fp16_utils.fp16util import (
     BN_convert_float,

@@ -13,11 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from apex.amp import scaler as amp_scaler
+from apex.amp.legacy.scaler import LossScaler as AmpLossScaler
+from apex.amp.scale import check
 from apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, check_scale
 from apex.fp16_utils.masters import Groups, flat
 
-torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, amp_scaler.LossScaler])
+torch.serialization.add_safe_globals(
+    [
+        *(LossScaler, DynamicLossScaler, AmpLossScaler),
+        (AmpLossScaler, "apex.amp.scaler.LossScaler"),  # as older files name it
+    ]
+)
 
 _BOUNDS = ("min_loss_scale", "max_loss_scale")
 _NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", *_BOUNDS)
@@ -85,7 +91,7 @@ def _scaler_from(saved: Any) -> LossScaler:
     """
     if isinstance(saved, LossScaler):
         values = scaler_to_dict(saved)
-    elif isinstance(saved, Mapping | amp_scaler.LossScaler):
+    elif isinstance(saved, Mapping | AmpLossScaler):
         values = dict(saved if isinstance(saved, Mapping) else vars(saved))
     else:
         raise TypeError(
@@ -128,7 +134,7 @@ def _from_amp(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _integer(name: str, value: Any) -> int:
-    amp_scaler.check(f"the saved {name}", value, lambda x: not x % 1, "an integer")
+    check(f"the saved {name}", value, lambda x: not x % 1, "an integer")
     return int(value)
 
 

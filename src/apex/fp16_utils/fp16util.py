@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp._initialize import to_type
 from apex.amp.casting import cpu_float16
 from apex.amp.casting.containers import applier
+from apex.amp.legacy.initialize import to_type
 from apex.ops.lists.flat import unflatten
 
 #: ``torch.nn.utils.clip_grad_norm_``, as it was called in old versions of torch.

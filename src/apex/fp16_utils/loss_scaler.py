@@ -1,7 +1,7 @@
 """Loss scales as Python numbers, for programs that scale by hand.
 
 :class:`FP16_Optimizer` keeps one of these as its ``loss_scaler``. ``amp.initialize`` has its own
-(:mod:`apex.amp.scaler`), whose numbers stay on the gradients' device.
+(:mod:`apex.amp.scale`), whose numbers stay on the gradients' device.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from apex.amp.scaler import check
+from apex.amp.scale import TINY, bounded, check, check_bounds
 from apex.fp16_utils.fp16util import to_python_float
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
-
-TINY = 2.0**-126  # smallest normal float32: the scale and its reciprocal stay finite in float32
 
 
 def check_scale(name: str, value: Any) -> float:
@@ -110,11 +108,7 @@ class DynamicLossScaler(LossScaler):
         self.cur_scale = check_scale("DynamicLossScaler: init_scale", init_scale)
         check("scale_factor", scale_factor, lambda x: 1.0 < x < math.inf, "above 1")
         check("scale_window", scale_window, lambda x: x >= 1 and not x % 1, "an integer above 0")
-        lowest = 0.0 if min_loss_scale is None else min_loss_scale
-        highest = math.inf if max_loss_scale is None else max_loss_scale
-        check("max_loss_scale", highest, lambda x: x > 0.0, "above 0")
-        allowed = f"at least 0, at most max_loss_scale ({max_loss_scale})"
-        check("min_loss_scale", lowest, lambda x: 0.0 <= x <= highest, allowed)
+        check_bounds(min_loss_scale, max_loss_scale)
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self.cur_scale = self._bounded(self.cur_scale)
@@ -124,8 +118,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = int(scale_window)
 
     def _bounded(self, scale: float) -> float:
-        highest = math.inf if self.max_loss_scale is None else self.max_loss_scale
-        return float(max(min(scale, highest, 1 / TINY), self.min_loss_scale or TINY))
+        return bounded(scale, self.min_loss_scale, self.max_loss_scale, 1 / TINY)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether an element of a tensor's ``.grad`` is inf or nan; waits for the device once."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from apex._wrapped_optimizer import WrappedOptimizer
+from apex.amp._wrapped_optimizer import WrappedOptimizer
 from apex.amp.gradients.masters import Master
 from apex.amp.gradients.parameters import Pairs, unscale_into
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.unscale import multiply_
 

@@ -1,6 +1,6 @@
 """Dense layers under the names of NVIDIA's Apex: with bias, and two with GELU in between."""
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.fused_dense.fused_dense import (
     DenseNoBiasFunc,
     FusedDense,

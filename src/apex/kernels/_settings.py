@@ -28,9 +28,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import triton
 
-from apex import _measured
-from apex._measured import Row
+from apex.kernels import _measured
 from apex.kernels._launching import power_of_2
+from apex.kernels._measured import Row
 
 FILE = Path(__file__).with_name("settings.json")
 Choice = dict[str, int]

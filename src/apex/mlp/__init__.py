@@ -2,7 +2,7 @@
 
 import torch
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.mlp.mlp import MLP, MlpFunction, mlp_function
 from apex.ops.layers import swiglu as _swiglu
 

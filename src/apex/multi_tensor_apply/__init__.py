@@ -1,4 +1,4 @@
-"""``multi_tensor_applier``: how functions over lists of tensors are called.
+"""Old names of NVIDIA's Apex: ``multi_tensor_applier`` calls functions over lists of tensors.
 
 Also :func:`release_captured`, for programs that capture such calls, or optimizer steps, in CUDA
 graphs and delete the graphs.

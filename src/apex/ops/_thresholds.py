@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args
 
-from apex import _measured
+from apex.kernels import _measured
 
 __all__ = ["FILE", "Threshold", "check", "prefer", "threshold"]
 

@@ -4,7 +4,7 @@ They run on every device: in Triton on a GPU, on a CPU in torch's own fused kern
 compute the same, else in plain PyTorch.
 """
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.optimizers.fp16_optimizer import FP16_Optimizer
 from apex.optimizers.fused_adagrad import FusedAdagrad
 from apex.optimizers.fused_adam import FusedAdam

@@ -37,7 +37,7 @@ from apex.ops.lists.clip import clipped
 from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
-from apex.ops.lists.storage import PLAIN, STORAGES, ScaledStep, StepOptions, Storage
+from apex.ops.lists.storage import AUTO, PLAIN, STORAGES, ScaledStep, StepOptions, storage_of
 from apex.ops.lists.tensor_lists import (
     Scalar,
     TensorColumn,
@@ -45,6 +45,7 @@ from apex.ops.lists.tensor_lists import (
 from apex.optimizers import _checkpoint, _checks
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._lost import PLAIN_BY_DEFAULT, LostWatch, Sample
+from apex.optimizers._packed import packed
 from apex.optimizers._step import (
     Given,
     GroupGrads,
@@ -52,6 +53,7 @@ from apex.optimizers._step import (
     collected,
     count_steps,
     counted,
+    dither,
     gradients_of,
     launches_of,
     quantized,
@@ -59,7 +61,7 @@ from apex.optimizers._step import (
     with_own,
 )
 from apex.optimizers._stepped import Written
-from apex.optimizers._written import follow_written, versions
+from apex.optimizers._written import extra_key, follow_written, versions
 from apex.optimizers._zero import Partition, partition
 
 _IS_UNIFORM = attrgetter("is_uniform")
@@ -98,8 +100,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             a program that does not pass it is told so after ten steps, if a fifth is lost. For
             bfloat16 parameters ``"low_bits"`` (bit-equal to float32 masters, 4 bytes per weight
             instead of 6), ``"kahan"`` or ``"stochastic"``, see :mod:`apex.ops.lists.storage`.
+            ``"auto"`` is low bits for bfloat16 parameters and plain for the others, and loads
+            states of both: :mod:`apex.optimizers._packed`.
         state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
-            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
+            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`; or
+            ``"bfloat16"``: moments are bfloat16, rounded stochastically, see
+            :mod:`apex.ops.lists.dither`. Those of float64 parameters stay float64.
         defaults: Of this base alone: values of the group's numbers.
 
     Raises:
@@ -176,9 +182,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         private.need("FusedOptimizer")
         self.set_grad_none = set_grad_none
         self._partition = partition()
-        _checks.choice(self._name, "storage", storage, STORAGES)
+        _checks.choice(self._name, "storage", storage, (*STORAGES, AUTO))
         _checks.choice(self._name, "state", state, eight_bit.STATES)
         self.storage, self._state_form = str(storage), state
+        if state == "bfloat16":
+            self._counts_steps = True  # its random bits are those of the step
         is_chosen = storage is not PLAIN_BY_DEFAULT or torch.bfloat16 in self._mastered
         self._lost = None if is_chosen else LostWatch()
         super().__init__(params, defaults)
@@ -187,10 +195,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _name(self) -> str:
         """The name of the class, for messages."""
         return type(self).__name__
-
-    @property
-    def _storage(self) -> Storage:
-        return STORAGES[self.storage]
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> torch.Tensor:
@@ -376,8 +380,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 over, partition = sharded and found.every, self._partition
                 factor = clipped(gradients, factor, largest, over=over, partition=partition)
             dense = all(map(_IS_UNIFORM, parts))
+            storage = STORAGES.get(self.storage, PLAIN)  # "auto" chooses for each launch
             options = StepOptions(
-                factor=factor, noop=noop, write_grads=write, storage=self._storage, dense=dense
+                factor=factor, noop=noop, write_grads=write, storage=storage, dense=dense
             )
             launches = chain.from_iterable(map(launches_of, parts))
             self._finish(self._updates(together, launches, options), sharded)
@@ -429,11 +434,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             here = everywhere.get(device)
             if here is None:
                 here = everywhere[device] = _on(options, device)
+            if self.storage == AUTO:
+                here = here._replace(storage=storage_of(AUTO, launch.columns[1][0].dtype))
             if launch.extra is not None:
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group
             if self._state_form == "8bit":
                 here = here._replace(quantized=quantized(self, launch, self._slots_of(group)))
+            elif self._state_form == "bfloat16":
+                here = here._replace(dither=dither(launch, self._slots_of(group), group["step"]))
             if counters is not None and isinstance(group.get("step"), torch.Tensor):
                 group = counted(together[number], launch, counters)
             yield launch.params, self._update(group, launch, here)
@@ -449,12 +458,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._stepped_slots()
 
     def _slot_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
-        narrow = slot in self.narrow_slots and self._storage is PLAIN
+        narrow = slot in self.narrow_slots and storage_of(self.storage, param.dtype) is PLAIN
         narrow = narrow and self._state_form == "plain"
         return param.dtype if narrow else torch.promote_types(param.dtype, torch.float32)
 
+    def _kept_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        """The dtype of a slot that is not quantised to 8 bits."""
+        if self._state_form == "bfloat16" and slot in eight_bit.CODES:
+            return param.dtype if param.dtype == torch.float64 else torch.bfloat16
+        return self._slot_dtype(slot, param)
+
     def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
-        dtype = self._slot_dtype(slot, param)
+        dtype = self._kept_dtype(slot, param)
         if slot in self.slot_shapes:
             return param.new_zeros(self.slot_shapes[slot](param), dtype=dtype)
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
@@ -485,7 +500,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if slot not in state and not eight_bit.is_code(state, slot):
                 _checks.made_in_capture(self._name, slot)
                 state.update(self._entries(slot, self._new_slot(slot, param), param))
-        storage = self._storage
+        storage = storage_of(self.storage, param.dtype)
         if storage.column is not None and storage.column not in state:
             _checks.made_in_capture(self._name, storage.column)
             state[storage.column] = torch.zeros_like(param, dtype=storage.extra)
@@ -518,7 +533,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         That is the weights' versions, which tell whether somebody else writes them, or, in the
         first steps, how many updates bfloat16 weights have lost.
         """
-        if self._mastered or (self.storage != "plain" and self._storage.column):
+        if self._mastered or extra_key(self):
             self._written = versions(self)
         elif self._lost is not None and not self._lost.counts(samples, noop, self._name):
             self._lost = None
@@ -572,7 +587,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch saves it."""
         self._follow_written()
-        return _checkpoint.with_steps(self, super().state_dict())
+        saved = _checkpoint.with_steps(self, super().state_dict())
+        return packed(self, saved) if self.storage == AUTO else saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.

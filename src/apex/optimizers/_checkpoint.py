@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from apex.ops.lists.placements import described, fits
+from apex.ops.lists.storage import storage_of
 from apex.ops.lists.tensor_lists import local
 from apex.optimizers import _eight_bit as eight_bit
+from apex.optimizers._packed import unpack, warn_of_none
 
 _SHAPE = attrgetter("shape")
 # Keys that the optimizers of torch.optim keep in their groups and ours do not know.
@@ -69,6 +71,10 @@ def load(optimizer: Any, state_dict: StateDict, by_torch: Callable[[StateDict], 
 
     def convert(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
         loaded.update(optimizer._from_torch(given))
+        low = unpack(optimizer, loaded)
+        params = [(n, p) for n, p, _ in saved_states(optimizer, loaded)]
+        brain = [n for n, param in params if param.dtype == torch.bfloat16]
+        warn_of_none(optimizer, [low[n] for n in brain if n in low])
         for group in loaded["param_groups"]:
             optimizer._check_numbers(group)
         optimizer._check_loaded(loaded, given["param_groups"])
@@ -193,15 +199,16 @@ def restore(optimizer: Any, loaded: StateDict) -> None:
             if key in (*optimizer.slots, *optimizer._more_state) and isinstance(
                 value, torch.Tensor
             ):
-                keeps = optimizer._keeps_saved_dtypes or key not in optimizer.slots
-                dtype = value.dtype if keeps else optimizer._slot_dtype(key, param)
+                keeps = optimizer._keeps_saved_dtypes and optimizer._state_form != "bfloat16"
+                keeps = keeps or key not in optimizer.slots
+                dtype = value.dtype if keeps else optimizer._kept_dtype(key, param)
                 value = value.detach().to(param.device, dtype, copy=True)
                 entries = optimizer._entries(key, value, param)
                 if key not in entries:
                     del optimizer.state[param][key]
                 optimizer.state[param].update(entries)
         _restore_codes(optimizer, param, state)
-        for key in {"low_bits", "error"} - {optimizer._storage.column}:
+        for key in {"low_bits", "error"} - {storage_of(optimizer.storage, param.dtype).column}:
             optimizer.state.get(param, {}).pop(key, None)
     for group in optimizer.param_groups:
         if isinstance(group.get("step"), torch.Tensor) and group["params"]:
@@ -217,7 +224,7 @@ def _restore_codes(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any]
         for name in names:
             here[name] = state[name].detach().to(param.device, copy=True)
         if not optimizer._is_quantized(slot, param):
-            here[slot] = eight_bit.value_of(here, slot).to(optimizer._slot_dtype(slot, param))
+            here[slot] = eight_bit.value_of(here, slot).to(optimizer._kept_dtype(slot, param))
             for name in names:
                 del here[name]
 
@@ -270,6 +277,7 @@ def to_torch(optimizer: Any) -> StateDict:
         rounds them to a 16-bit parameter's dtype when it loads them.
     """
     saved, groups = optimizer.state_dict(), []
+    unpack(optimizer, saved)
     states = saved["state"]
     for group in saved["param_groups"]:
         group = dict(group)
@@ -278,7 +286,7 @@ def to_torch(optimizer: Any) -> StateDict:
             # tensors would be shared
             state = eight_bit.widened(copy.deepcopy(states[number]))
             state = {key: state[key] for key in state if key not in optimizer._more_state}
-            if optimizer._counts_steps:
+            if type(optimizer)._counts_steps:
                 state["step"] = torch.tensor(float(step), device="cpu", dtype=torch.float32)
             states[number] = optimizer._torch_state(state)
         groups.append(optimizer._torch_group(group))

@@ -181,6 +181,8 @@ def stored(optimizer: Any, given: Sequence[torch.Tensor]) -> None:
     """Raise ``RuntimeError`` for a parameter that the storage does not keep."""
     if optimizer.storage == "plain":
         return
+    if optimizer.storage == "auto":  # refused is what has lost the weight of its low bits
+        given = [p for p in given if "low_bits" in optimizer.state.get(p, ())]
     if others := {*map(_DTYPE, given)} - {torch.bfloat16}:
         raise RuntimeError(
             f"{optimizer._name}: storage={optimizer.storage!r} keeps bfloat16 weights; a parameter "

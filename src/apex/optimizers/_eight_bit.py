@@ -26,7 +26,7 @@ from apex.ops.lists.quantized import (
 )
 from apex.ops.lists.tensor_lists import local
 
-STATES = ("plain", "8bit")
+STATES = ("plain", "8bit", "bfloat16")
 SMALLEST = 4096  # elements of a tensor whose state is quantised to 8 bits
 CODES: Mapping[str, Code] = {
     "exp_avg": SIGNED,
@@ -84,8 +84,8 @@ def quantized(value: torch.Tensor, slot: str) -> dict[str, torch.Tensor]:
     codes, absmax = quantize(local(value).float(), CODES[slot])
     shape = absmax_shape(value.shape)
     return {
-        codes_of(slot): _placed(value, codes, value.shape),
-        absmax_of(slot): _placed(value, absmax, shape),
+        codes_of(slot): placed(value, codes, value.shape),
+        absmax_of(slot): placed(value, absmax, shape),
     }
 
 
@@ -93,7 +93,7 @@ def value_of(state: Mapping[str, Any], slot: str) -> torch.Tensor:
     """The float32 value of a slot that is quantised to 8 bits."""
     codes = state[codes_of(slot)]
     value = dequantize(local(codes), local(state[absmax_of(slot)]), CODES[slot])
-    return _placed(codes, value, codes.shape)
+    return placed(codes, value, codes.shape)
 
 
 def widened(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def stored_as(slot: str) -> Callable[[Mapping[str, Any]], torch.Tensor]:
     return functools.partial(stored, slot=slot)
 
 
-def _placed(like: Any, part: torch.Tensor, shape: Any) -> torch.Tensor:
+def placed(like: Any, part: torch.Tensor, shape: Any) -> torch.Tensor:
     """A tensor of this shape that is placed as ``like``, from the local part."""
     if not hasattr(like, "placements"):
         return part

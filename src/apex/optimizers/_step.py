@@ -23,14 +23,16 @@ import torch
 
 from apex._compat import private
 from apex.ops import _runtime
+from apex.ops.lists.dither import Dither, seed_of
 from apex.ops.lists.placements import placed
 from apex.ops.lists.quantized import Quantized
-from apex.ops.lists.storage import STORAGES
+from apex.ops.lists.storage import AUTO, STORAGES
 from apex.ops.lists.tensor_lists import (
     OWN_MEMORY,
     Scalar,
     TensorColumn,
     TensorList,
+    local,
     local_parts,
     of_one_kind,
     piece,
@@ -40,6 +42,7 @@ from apex.ops.lists.tensor_lists import (
 from apex.ops.updates.adam import DeviceSteps
 from apex.optimizers import _checks
 from apex.optimizers import _eight_bit as eight_bit
+from apex.optimizers._eight_bit import CODES
 from apex.optimizers._stepped import Stepped
 from apex.optimizers._written import extra_key
 
@@ -313,7 +316,13 @@ def _states(
     has_more = optimizer._mastered or optimizer.storage != "plain"
     more = extra_key(optimizer) if has_more else None
     states = states_of(optimizer.state, params)
-    if states is None or (more and not all(map(methodcaller("__contains__", more), states))):
+    if states is None:
+        return None
+    wanting = states
+    if optimizer.storage == AUTO:
+        pairs = zip(params, states, strict=True)
+        wanting = [state for param, state in pairs if param.dtype == torch.bfloat16]
+    if more and not all(map(methodcaller("__contains__", more), wanting)):
         return None  # a generator would open a frame a tensor
     try:
         return states, _slot_columns(optimizer, states, kept)
@@ -356,12 +365,19 @@ def _extras(
     mastered: bool,
 ) -> Extra:
     """What is stored in addition to each weight; ``None`` if nothing is, for all of them."""
+    copies = copies or {}
+    if optimizer.storage == AUTO:
+        pairs = zip(params, states, strict=True)
+        extra = [
+            local(state["low_bits"]) if param.dtype == torch.bfloat16 else copies.get(param)
+            for param, state in pairs
+        ]
+        return extra if any(x is not None for x in extra) else None
     name = STORAGES[optimizer.storage].column
     if name is not None:
         return local_parts([state[name] for state in states])
     if not mastered and not copies:
         return None
-    copies = copies or {}
     if not mastered and len(copies) == len(params) and all(map(is_, copies, params)):
         return [*copies.values()]
     return [
@@ -456,6 +472,13 @@ def quantized(optimizer: Stepped, launch: Launch, slots: Sequence[str]) -> tuple
             absmax = [optimizer.state[param][eight_bit.absmax_of(slot)] for param in launch.params]
             found.append(Quantized(number, eight_bit.CODES[slot], local_parts(absmax)))
     return tuple(found)
+
+
+def dither(launch: Launch, slots: Sequence[str], step: int | torch.Tensor) -> Dither | None:
+    """The columns of a launch that are in bfloat16, and the seed of this step."""
+    kinds = [(n, launch.columns[n][0].dtype) for n, slot in enumerate(slots, 2) if slot in CODES]
+    columns = tuple(number for number, dtype in kinds if dtype == torch.bfloat16)
+    return Dither(columns, seed_of(step, launch.device)) if columns else None
 
 
 def scalar(value: Any, device: torch.device) -> Scalar:

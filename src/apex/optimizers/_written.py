@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.lists.storage import STORAGES
+from apex.ops.lists.storage import AUTO, LOW_BITS, STORAGES
 from apex.optimizers import _checks
 from apex.optimizers._stepped import Stepped, Written
 
 
 def extra_key(optimizer: Stepped) -> str | None:
     """The key of what belongs to a weight as it was stored last."""
-    column = STORAGES[optimizer.storage].column
+    storage = LOW_BITS if optimizer.storage == AUTO else STORAGES[optimizer.storage]
+    column = storage.column
     return column or ("master_param" if optimizer._mastered else None)
 
 

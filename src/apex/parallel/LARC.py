@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from apex._wrapped_optimizer import WrappedOptimizer
+from apex.amp._wrapped_optimizer import WrappedOptimizer
 from apex.ops import _runtime
 from apex.ops.lists.overlaps import own_copies
 from apex.ops.lists.placements import is_sharded, placed

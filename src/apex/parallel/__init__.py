@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.parallel.convert_syncbn import convert_syncbn_model, create_syncbn_process_group
 from apex.parallel.distributed import DistributedDataParallel, Reducer
 from apex.parallel.LARC import LARC

@@ -25,7 +25,7 @@ import torch
 
 from apex._compat import private
 from apex.amp.casting.containers import applier
-from apex.amp.gradients.distributed import broadcast_parameters, inside
+from apex.amp.gradients.forwards import broadcast_parameters, inside
 from apex.ops.lists.collectives import gradient_group, ranks_agree
 from apex.ops.lists.flat import broadcast
 from apex.parallel._arguments import (

@@ -1,4 +1,4 @@
-"""Reparameterization of a model's weights, and weight normalization."""
+"""Old names of NVIDIA's Apex: reparameterization of weights, and weight normalization."""
 
 from __future__ import annotations
 

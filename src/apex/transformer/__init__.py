@@ -5,7 +5,7 @@ model, ``tensor_parallel`` has layers that are spread over ranks, ``pipeline_par
 for models whose layers are on different ranks. What is left out on purpose: ``_refused.REFUSED``.
 """
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.transformer import (
     amp,
     functional,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp
-from apex.amp.casting import state as casts
+from apex.amp.casting import switches as casts
 from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, autocast_state, product, train_step
 from tests.amp.training import scaled_backward, sgd, started
 

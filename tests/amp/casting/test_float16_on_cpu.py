@@ -11,7 +11,7 @@ from torch import nn
 
 from apex import amp, fp16_utils
 from apex.amp.casting import cpu_float16
-from apex.bench.training import process_state
+from apex.commands.bench.training import process_state
 from tests.amp.levels import cast
 from tests.amp.training import same, started
 from tests.tolerance import RECURRENT_16_BIT, ROUNDED_ONCE, assert_close_in_rms

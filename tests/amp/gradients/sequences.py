@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from apex.amp.casting import state as casting
+from apex.amp.casting import switches as casting
 from apex.amp.gradients.ledger import State
 
 BOUNDS = {"growth_interval": 2, "min_loss_scale": 16.0, "max_loss_scale": 1024.0}

@@ -216,7 +216,7 @@ def test_a_model_with_fast_norms_trains(level):
 
 @pytest.mark.parametrize(
     ("name", "ours", "torchs"),
-    [
+    [  # those that timm's factory knows
         ("fusedsgd", FusedSGD, lambda groups: torch.optim.SGD(groups, 0.01, 0.9, nesterov=True)),
         ("fusedadam", FusedAdam, lambda groups: torch.optim.Adam(groups, 0.01)),
         ("fusedadamw", FusedAdam, lambda groups: torch.optim.AdamW(groups, 0.01)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apex import amp
-from apex._mistakes import KINDS
+from apex.debug.check.mistakes import KINDS
 from tests.debug.in_process import main
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from apex._mistakes import KINDS
+from apex.debug.check.mistakes import KINDS
 from tests.debug.check.healthy import HEALTHY
 from tests.debug.check.planted import HEAD, PLANTED, TAIL
 

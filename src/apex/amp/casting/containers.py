@@ -57,6 +57,26 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype)
 
 
+class Caster:
+    """Casts floating tensors, and objects that offer ``to``, to a dtype.
+
+    Outputs in float64 are what a model chose to give, and are left alone. Inputs in float64 (what
+    NumPy makes by default) are narrowed to what the model computes in: ``keep_double=False``.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, keep_double: bool = True) -> None:
+        self.dtype = dtype
+        self.kept = (dtype, torch.float64) if keep_double else (dtype,)
+
+    def __call__(self, value: Any) -> Any:
+        """Return the value, cast; anything else as it is."""
+        if not isinstance(value, torch.Tensor):
+            return converted(value, self.dtype)
+        if value.is_floating_point() and value.dtype not in self.kept:
+            return value.to(self.dtype)
+        return value
+
+
 _CONVERSIONS = (torch.Tensor.to, torch.Tensor.type)
 
 

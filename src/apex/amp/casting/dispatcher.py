@@ -7,8 +7,8 @@ own state into ``torch.compile``, checkpoint recomputation and other threads. In
 Apex's float list cannot give float32: on 16-bit tensors O1 refuses them, as Apex did.
 
 A kernel serves the whole process, so it passes the call on unchanged when the casts in force are
-not amp's (:func:`apex.amp.casting.state.current`). Apex's lists were made for float16; bfloat16 is
-cast only where ``torch.autocast`` raises an error (operands of several types, and an LSTM on a CPU
+not amp's (:func:`apex.amp.casting.switches.current`). Apex's lists were made for float16; bfloat16
+is cast only where ``torch.autocast`` raises an error (operands of several types, an LSTM on a CPU
 without bfloat16 instructions), as O4 computes what ``torch.autocast`` computes. A process that
 casts to bfloat16 alone has no other kernels. An operator that torch casts is left alone.
 
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp.casting import state
+from apex.amp.casting import switches
 from apex.amp.casting.containers import with_items
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 
 CASTABLE = (torch.float32, *HALF_TYPES)
 
@@ -102,7 +102,7 @@ def _register_all(library: torch.library.Library, dtype: torch.dtype) -> None:
             _register(library, _LSTM, "AutocastCPU", _to_half, HALF_TYPES)
         _register_unaligned(library)
         return
-    for device in state.device_types():
+    for device in switches.device_types():
         key = f"Autocast{device.upper()}"
         _register(library, _REFUSED_IN_PLACE, key, None)
         _register(library, _FLOAT_EVERYWHERE, key, _to_float)
@@ -151,7 +151,7 @@ def _casting(
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         # In a trace this thread's casts may be another model's; autocast's type is the traced one.
-        dtype = None if state.current() is None else torch.get_autocast_dtype(device)
+        dtype = None if switches.current() is None else torch.get_autocast_dtype(device)
         if dtype in dtypes:
             convert = cast((args, tuple(kwargs.values())))
             args = tuple([convert(value) for value in args])
@@ -177,7 +177,7 @@ def _register_unaligned(library: torch.library.Library) -> None:
     keys, below = private.DispatchKeySet(key), private.ExcludeDispatchKeyGuard
 
     def kernel(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
-        if state.current() is not None and torch.get_autocast_dtype("cpu") in HALF_TYPES:
+        if switches.current() is not None and torch.get_autocast_dtype("cpu") in HALF_TYPES:
             return False
         with below(keys):
             return bool(op(tensor, mask))
@@ -211,10 +211,10 @@ def _is_refused(name: str) -> bool:
 
     torch's derivatives call such functions too, in a backward pass.
     """
-    current = state.current()
+    current = switches.current()
     if current is None or current.dtype != torch.float16 or name not in current.rules:
         return False
-    return not state.in_users_block() and private.current_graph_task_id() == -1
+    return not switches.in_users_block() and private.current_graph_task_id() == -1
 
 
 def tensors_in(value: Any, among: tuple[torch.dtype, ...] = CASTABLE) -> Iterator[torch.Tensor]:

@@ -17,37 +17,17 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex._precision_policy import named_modules
-from apex.amp.casting import kept as policies
-from apex.amp.casting import state as casting
-from apex.amp.casting.containers import Walker, converted
+from apex.amp.casting import kept_modules, switches
+from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
-from apex.amp.casting.state import Casts
-from apex.amp.gradients.distributed import ForwardRecord
+from apex.amp.casting.precision_file import named_modules
+from apex.amp.casting.switches import Casts
+from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.state_dicts import LoadFloat32, ShowFloat32
-from apex.amp.policy import HALF_TYPES, Properties
+from apex.amp.levels import HALF_TYPES, Properties
 
 prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # with hooks of amp
-
-
-class _Caster:
-    """Casts floating tensors, and objects that offer ``to``, to a dtype.
-
-    Inputs in float64 (what NumPy makes by default) are narrowed to what the model computes in;
-    outputs in float64 are what the model chose to give, and are left alone.
-    """
-
-    def __init__(self, dtype: torch.dtype, *, keep_double: bool = False) -> None:
-        self.dtype = dtype
-        self.kept = (dtype, torch.float64) if keep_double else (dtype,)
-
-    def __call__(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return converted(value, self.dtype)
-        if value.is_floating_point() and value.dtype not in self.kept:
-            return value.to(self.dtype)
-        return value
 
 
 def _narrow_double(module: torch.nn.Module, value: Any) -> Any:
@@ -63,7 +43,7 @@ class _ModelCasts:
     """The casts of a level: of functions, of a model's inputs and of its outputs."""
 
     # Of the modules of a policy, until a forward; models that were pickled in 2026 lack it.
-    calls: policies.Calls | None = None
+    calls: kept_modules.Calls | None = None
 
     def __init__(
         self,
@@ -74,14 +54,14 @@ class _ModelCasts:
     ) -> None:
         self.model = model  # the name of its class
         self.casts = casts
-        self.inputs = None if inputs is None else _Caster(inputs)
-        self.outputs = None if outputs is None else _Caster(outputs, keep_double=True)
+        self.inputs = None if inputs is None else Caster(inputs, keep_double=False)
+        self.outputs = None if outputs is None else Caster(outputs)
         self.forwards = ForwardRecord(inputs in HALF_TYPES)
         self.has_16_bit_weights = False
         self.is_guarded = False
 
 
-_Level = _ModelCasts  # its name in models that were pickled in 2026
+_Level, _Caster = _ModelCasts, Caster  # their names in models that were pickled in 2026
 
 
 class _NotScriptable(AttributeError, RuntimeError):
@@ -151,7 +131,7 @@ class _Enter(_Hook):
         elif torch.is_grad_enabled():
             level.forwards.begin_compiled(module)
         devices = () if level.casts is None else _devices(module)
-        casting.begin_forward(level, level.casts, devices, frame)
+        switches.begin_forward(level, level.casts, devices, frame)
         return args, kwargs
 
 
@@ -159,7 +139,7 @@ class _Leave(_Hook):
     """Forward hook, called in any case: switch function casts off, then cast the outputs."""
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        is_traced = not casting.end_forward(self.level)
+        is_traced = not switches.end_forward(self.level)
         calls = self.level.calls
         if calls is not None and output is not None:  # None: the forward has raised
             self.level.calls = None
@@ -190,7 +170,7 @@ def _first_parameter(
 
 
 def _devices(module: torch.nn.Module) -> tuple[str, ...]:
-    known = casting.device_types()
+    known = switches.device_types()
     first = _first_parameter(module)
     return (first.device.type,) if first is not None and first.device.type in known else known
 
@@ -212,7 +192,7 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
 
 _OUR_HOOKS = (
     *(_Enter, _Leave, _Guard, ShowFloat32, LoadFloat32),
-    *(policies.EnterKept, policies.LeaveKept),
+    *(kept_modules.EnterKept, kept_modules.LeaveKept),
 )
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 _HOOK_TABLES = (  # of a module: what hooks are put into
@@ -230,7 +210,7 @@ def prepare(
     properties: Properties,
     casts: Casts | None,
     cast_model_outputs: torch.dtype | None,
-    kept: policies.Kept,
+    kept: kept_modules.Kept,
 ) -> None:
     """Bring ``model`` to its level, in place; outputs are float32 unless asked for otherwise.
 
@@ -246,11 +226,11 @@ def prepare(
     prepared.add(model)
     model.register_forward_pre_hook(_Enter(level), prepend=True, with_kwargs=True)
     model.register_forward_hook(_Leave(level), always_call=True)
-    stay = policies.weights_stay(model, kept) if kept else set()
+    stay = kept_modules.weights_stay(model, kept) if kept else set()
     if dtype is not None:
         convert(model, dtype, keep_batchnorm=bool(properties.keep_batchnorm_fp32), stay=stay)
     if kept:
-        level.calls = policies.install(model, kept, casts, properties.half_dtype)
+        level.calls = kept_modules.install(model, kept, casts, properties.half_dtype)
     if dtype in HALF_TYPES:
         level.has_16_bit_weights = any(p.dtype in HALF_TYPES for p in model.parameters())
         level.is_guarded, guard = True, _Guard(level)
@@ -324,32 +304,30 @@ def record_of(model: torch.nn.Module) -> ForwardRecord | None:
     return hooks[0].level.forwards if hooks else None
 
 
-def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[policies.Kept]) -> None:
-    """Refuse that a policy names a module which models of two calls of ``initialize`` share.
+def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[kept_modules.Kept]) -> None:
+    """Refuse that a policy names a module which another model has too, of this or an earlier call.
 
-    Each call would cast its weights its own way. ``kept`` is what this call's policies name; models
-    that are initialized again lose what an earlier call did to them first.
+    Each model would have its weights cast its own way. ``kept`` is what this call's policies name;
+    models that are initialized again lose what an earlier call did to them first.
 
     Raises:
         ValueError: Such a module is named, by this call or by the earlier one.
     """
     again = {id(one) for x in models if record_of(x) is not None for one in x.modules()}
-    elsewhere: dict[int, str] = {}
-    for other in list(prepared) if any(kept) else ():
-        if all(other is not model for model in models):
-            elsewhere |= {id(one): type(other).__name__ for one in other.modules()}
     for model, own in zip(models, kept, strict=True):
+        others = [other for other in [*prepared, *models] if own and other is not model]
+        elsewhere = {id(one): type(other).__name__ for other in others for one in other.modules()}
         for name, module in named_modules(model):
             hooks = () if id(module) in again else module._forward_pre_hooks.values()
-            owners = [x.calls.model for x in hooks if isinstance(x, policies.EnterKept)]
+            owners = [x.calls.model for x in hooks if isinstance(x, kept_modules.EnterKept)]
             if not owners and name in own:
                 owners = [elsewhere[id(x)] for x in module.modules() if id(x) in elsewhere]
             if owners:
                 raise ValueError(
                     f"amp.initialize: a policy names {(name or type(model).__name__)!r} of the "
-                    f"{type(model).__name__}, and the {owners[0]} of an earlier amp.initialize "
-                    "shares it: two calls would cast its weights in two ways. Initialize one model "
-                    "that has both in it, or leave the module out of the policies."
+                    f"{type(model).__name__}, and the {owners[0]} shares it, or a part of it: each "
+                    "would have its weights cast in its own way. Initialize one model that has "
+                    "both in it, or leave the module out of the policies."
                 )
 
 

@@ -28,11 +28,11 @@ import torch
 import torch.utils.checkpoint
 
 from apex._compat import private
-from apex.amp.casting import cpu_float16, dispatcher, state
+from apex.amp.casting import cpu_float16, dispatcher, switches
 from apex.amp.casting.log import CastLog
-from apex.amp.casting.state import Casts, Rule
+from apex.amp.casting.switches import Casts, Rule
+from apex.amp.levels import HALF_TYPES
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from apex.amp.policy import HALF_TYPES
 
 _LISTS = (functional_overrides, torch_overrides, tensor_overrides)
 _KINDS = {
@@ -177,7 +177,7 @@ def _edits(module: Any) -> Iterator[tuple[str, str]]:
 def _unpickle(dtype: torch.dtype, rules: dict[str, Rule]) -> Casts:
     """Make the casts of an unpickled model work in this process, as far as names can be found."""
     dispatcher.install(dtype)
-    cpu_float16.begin(dtype, state.device_types()[-1:])
+    cpu_float16.begin(dtype, switches.device_types()[-1:])
     _patch_checkpoint()
     for key in rules:
         owner, _, name = key.lstrip(".").rpartition(".")
@@ -323,10 +323,10 @@ def _with_casts_of_forward(position: int, checkpoint: Callable[..., Any]) -> Cal
 
     @functools.wraps(checkpoint)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        function, casts = args[position], state.current()
+        function, casts = args[position], switches.current()
 
         def recomputed(*inner: Any, **named: Any) -> Any:
-            return state.recompute(casts, function, inner, named)
+            return switches.recompute(casts, function, inner, named)
 
         return checkpoint(*args[:position], recomputed, *args[position + 1 :], **kwargs)
 
@@ -345,7 +345,7 @@ def _wrap(key: str, function: Callable[..., Any], *, native: bool) -> Callable[.
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        casts = state.current()
+        casts = switches.current()
         rule = None if casts is None else casts.rules.get(key)
         if casts is not None and rule is None and not torch.compiler.is_compiling():
             casts.missed.add(key)
@@ -372,7 +372,7 @@ def apply(
     tuples are entered, other containers are not. A ``native`` function, of torch, is run without
     further casts. A banned one raises ``NotImplementedError`` if an argument is 16-bit.
     """
-    devices = [name for name in state.device_types() if torch.is_autocast_enabled(name)]
+    devices = [name for name in switches.device_types() if torch.is_autocast_enabled(name)]
     found = dispatcher.tensors_in((args, tuple(kwargs.values())))
     tensors = [tensor for tensor in found if tensor.device.type in devices]
     if not tensors:

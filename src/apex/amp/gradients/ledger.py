@@ -38,16 +38,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from apex._program import stacklevel
-from apex.amp.gradients import distributed
-from apex.amp.gradients.distributed import ForwardRecord
+from apex._compat.program import stacklevel
+from apex.amp.gradients import agreement
+from apex.amp.gradients.forwards import ForwardRecord, are_reduced
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
 from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
 from apex.amp.gradients.tensors import accumulate
-from apex.amp.scaler import LossScaler
+from apex.amp.scale import Scale
 from apex.amp.training import Training
 from apex.ops import _runtime
 from apex.ops.lists.storage import ScaledStep
@@ -98,7 +98,7 @@ class Pass:
         outcome: What ``check_again`` has found for another optimizer of the block.
     """
 
-    scaler: LossScaler
+    scaler: Scale
     index: int
     ledgers: list[Ledger]
     loss: torch.Tensor
@@ -163,8 +163,8 @@ class Pass:
             if ledger.stash:
                 ledger.stash.refuse_written()
         records = self._records()
-        self.synchronised = distributed.are_reduced(records)
-        self.is_final = distributed.is_final(self.ledgers, records)
+        self.synchronised = are_reduced(records)
+        self.is_final = agreement.is_final(self.ledgers, records)
         for record in records:
             record.is_used = True
         is_captured = _runtime.waits(self.loss.device) and _runtime.capturing()
@@ -205,7 +205,7 @@ class Pass:
         for ledger in training.co_owners(self.ledgers) if training.shared else ():
             ledger.passes = [*ledger.passes[-_MOST_PASSES:], self]
         if self.is_final or not check:
-            flag = found_inf if self.is_final else distributed.agree_(found_inf, self.ledgers)
+            flag = found_inf if self.is_final else agreement.agree_(found_inf, self.ledgers)
             self.scaler.finish_pass(flag, check=check)
 
 
@@ -290,10 +290,10 @@ class Ledger:
             self.fused.give_zeros()
         params.drop_cleared()
         is_cleared = params.are_cleared() and not any_grad(params.plain)
-        if is_cleared and distributed.may_forget(self):
+        if is_cleared and agreement.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
-                    one.scaler.finish_pass(distributed.agree_(one.found_inf, [self]))
+                    one.scaler.finish_pass(agreement.agree_(one.found_inf, [self]))
             self.passes.clear()
 
     def take_passes(self, *, collect: bool = True) -> tuple[list[Pass], bool]:
@@ -335,7 +335,7 @@ class Ledger:
             flags = [one.found_inf for one in late if one.found_inf is not None]
             found_inf = torch.stack(flags).amax()
         assert found_inf is not None
-        distributed.agree_(found_inf, [self])
+        agreement.agree_(found_inf, [self])
         for one in {one.scaler: one for one in late}.values():
             before = one.outcome  # of another optimizer of the block
             one.scaler.finish_pass(found_inf, before=before)
@@ -541,5 +541,5 @@ class Ledger:
         self.params.clear_before_next_forward()
         if found_inf is not None:
             scaled.is_final = True  # the gradients were read just now
-            scaled.note_flag(distributed.agree_(found_inf, scaled.ledgers))
+            scaled.note_flag(agreement.agree_(found_inf, scaled.ledgers))
         return options

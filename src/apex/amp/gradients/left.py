@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.distributed import agree_
+from apex.amp.gradients.agreement import agree_
 from apex.amp.gradients.tensors import stored_values, zero_where
 from apex.ops.lists.tensor_lists import local
 

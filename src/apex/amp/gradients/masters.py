@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients.tensors import pieces
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 

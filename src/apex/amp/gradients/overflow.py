@@ -19,7 +19,7 @@ import torch
 from apex.amp import _speech
 from apex.amp.gradients.ledger import Ledger, Pass
 from apex.amp.gradients.tensors import stored_values
-from apex.amp.scaler import SCALE
+from apex.amp.scale import SCALE
 from apex.ops import _runtime
 from apex.ops._async_copy import AsyncCopy as AsyncCopy
 from apex.ops.lists.tensor_lists import local

@@ -17,7 +17,7 @@ import torch
 from apex.amp.gradients.masters import Master, has_version, table
 from apex.amp.gradients.parameters import Pairs
 from apex.amp.gradients.tensors import is_rounded
-from apex.amp.policy import HALF_TYPES
+from apex.amp.levels import HALF_TYPES
 
 
 class ShowFloat32:

@@ -26,7 +26,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from apex._compat import private
-from apex._program import stacklevel
+from apex._compat.program import stacklevel
 from apex.amp.gradients import captures
 from apex.amp.gradients.masters import table
 from apex.amp.graphs import arguments as kinds
@@ -306,10 +306,8 @@ class CapturedStep(Generic[_Results]):
         calls = f"{self.calls} calls, {self.replays} of them replays"
         if self._why:
             return f"<amp.capture of {self._name}: {calls}; no graph: {self._why}>"
-        if self._graph is None:
-            return f"<amp.capture of {self._name}: {calls}; not captured yet>"
-        size = self._device_graph.pool_size() / 2**20
-        return f"<amp.capture of {self._name}: {calls}; a graph, whose pool has {size:.1f} MiB>"
+        graph = "not captured yet" if self._graph is None else "a graph"
+        return f"<amp.capture of {self._name}: {calls}; {graph}>"
 
 
 @contextlib.contextmanager

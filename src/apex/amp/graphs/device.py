@@ -68,11 +68,3 @@ class DeviceGraph:
         if self._graph is not None:
             torch.cuda.synchronize(self.device)
         self._graph = None
-
-    def pool_size(self) -> int:
-        """Bytes of the private pool."""
-        if self._graph is None:
-            return 0
-        pool = tuple(self._graph.pool() or ())
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)

@@ -42,7 +42,7 @@ _MODE, _GRAD, _REQUIRES_GRAD = (
     attrgetter("requires_grad"),
 )
 _OF_SCALER = {
-    "_static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
+    "static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
     "_backoff_factor": "backoff_factor", "_min_loss_scale": "min_loss_scale",
     "_max_loss_scale": "max_loss_scale",
 }  # fmt: skip

@@ -4,7 +4,7 @@
 they are used; ``REFUSED`` says why, and what to use.
 """
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.contrib.bottleneck.bottleneck import (
     REFUSED,
     Bottleneck,

@@ -3,7 +3,7 @@
 In new programs use :mod:`apex.optimizers`.
 """
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.contrib.optimizers.fp16_optimizer import FP16_Optimizer
 from apex.contrib.optimizers.fused_adam import FusedAdam
 from apex.contrib.optimizers.fused_lamb import FusedLAMB

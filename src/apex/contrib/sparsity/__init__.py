@@ -1,6 +1,6 @@
 """Automatic sparsity: weights of which 2 of each 4 are zero, for sparse tensor cores."""
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.contrib.sparsity.asp import ASP
 from apex.contrib.sparsity.sparse_masklib import create_mask
 

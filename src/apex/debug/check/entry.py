@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from apex._mistakes import KINDS
 from apex.debug.check.finding import Finding
+from apex.debug.check.mistakes import KINDS
 from apex.debug.check.run import CheckRun
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from apex._mistakes import KINDS
+from apex.debug.check.mistakes import KINDS
 
 _APEX = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _APEX, "<frozen", "<string", "<eval_with_key")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex._precision_policy import MARK, VERSION, write
+from apex.amp.casting.precision_file import MARK, VERSION, write
 from apex.debug.sentences import SHOWN, listed
 from apex.debug.tensors import plain
 from apex.debug.undisturbed import unchanged, undisturbed

@@ -1,5 +1,5 @@
 """What the package ``kernels`` imports for :mod:`apex.hub`, on every device."""
 
-from apex import _fused_layers as layers
+from apex.patching import _layers as layers
 
 __all__ = ["layers"]

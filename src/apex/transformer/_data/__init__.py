@@ -1,6 +1,6 @@
 """Batch samplers for data-parallel ranks."""
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.transformer._data._batchsampler import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,

@@ -1,6 +1,6 @@
 """Mixed precision for models that are spread over ranks."""
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.transformer.amp.grad_scaler import GradScaler
 
 __all__ = ["GradScaler"]

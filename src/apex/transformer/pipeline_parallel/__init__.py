@@ -1,6 +1,6 @@
 """Training of a model whose layers are spread over stages, as in Megatron's programs."""
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 from apex.transformer.pipeline_parallel.schedules import get_forward_backward_func
 from apex.transformer.pipeline_parallel.schedules.common import build_model
 

@@ -1,6 +1,6 @@
 """What tests of programs with several ranks share; on a CPU the ranks talk over Gloo."""
 
-from apex._missing import explain_attributes
+from apex._upstream.missing import explain_attributes
 
 __all__: list[str] = []
 

@@ -1,0 +1,179 @@
+"""Casts of functions that a program asks for: annotations, registrations and blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from apex.amp.casting import cpu_float16, dispatcher, rules, switches
+from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
+from apex.amp.casting.switches import Casts, Rule
+from apex.amp.newest import newest
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _decorate(function: _F, kind: str) -> _F:
+    if isinstance(function, (classmethod, staticmethod)) or not callable(function):
+        raise TypeError(
+            f"amp.{kind}_function: fn was a {type(function).__name__}; it must be a function. "
+            f"Write @classmethod or @staticmethod above @amp.{kind}_function, not below."
+        )
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casts = switches.current()
+        if casts is None:
+            return function(*args, **kwargs)
+        name = getattr(function, "__name__", type(function).__name__)
+        return rules.apply(Rule(kind), function, casts, args, kwargs, name=name, native=False)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def half_function(fn: _F) -> _F:
+    """Decorate ``fn`` so that its floating tensor arguments are cast to the 16-bit type.
+
+    Casts happen while function casts are on (O1, O4, ``init``, ``autocast``); otherwise ``fn``
+    runs as it is. Tensors in lists and tuples are cast too; float64 and integers are not. Casts
+    of functions that ``fn`` calls stay on.
+    """
+    return _decorate(fn, "half")
+
+
+def float_function(fn: _F) -> _F:
+    """Decorate ``fn`` so that its 16-bit arguments are cast to float32, and casts are off inside.
+
+    See :func:`half_function` for when and what.
+    """
+    return _decorate(fn, "float")
+
+
+def promote_function(fn: _F) -> _F:
+    """Decorate ``fn`` so that its floating arguments are cast to the widest type among them.
+
+    See :func:`half_function` for when and what.
+    """
+    return _decorate(fn, "promote")
+
+
+def _register(module: Any, name: str, kind: str) -> None:
+    label = getattr(module, "__name__", repr(module))
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {label}.")
+    found = getattr(module, name)
+    if isinstance(found, type) and issubclass(found, torch.autograd.Function):
+        module, name = found, "apply"
+    elif isinstance(found, type):
+        raise TypeError(
+            f"amp.register_{kind}_function: {label}.{name} is a class, not a function. Register "
+            f"the method that computes: amp.register_{kind}_function({label}.{name}, 'forward')."
+        )
+    rules.check_replaceable(module, name, kind)
+    for registry in (_USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY):
+        for entry in [e for e in registry if e[0] is module and e[1] == name]:
+            registry.discard(entry)
+    registry = _USER_PROMOTE_REGISTRY if kind == "promote" else _USER_CAST_REGISTRY
+    registry.add(rules.Registration(module, name, kind))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` called with 16-bit arguments from the next ``initialize`` on.
+
+    Args:
+        module: The module, class or other object that the function is looked up in.
+        name: The function's name. That of a ``torch.autograd.Function`` stands for its ``apply``.
+
+    Raises:
+        ValueError: There is no such function.
+        TypeError: It is no function, or Python does not allow it to be replaced.
+
+    Warns:
+        UserWarning: Casts are on already, and this function is not among them: it is cast only
+            from the next ``initialize`` or ``init`` on.
+
+    Example:
+        >>> import types
+        >>> backend = types.SimpleNamespace(fru=lambda x: x.dtype)
+        >>> amp.register_half_function(backend, "fru")
+        >>> handle = amp.init()
+        >>> backend.fru(torch.ones(2))
+        torch.float16
+    """
+    _register(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have ``module.name`` called with float32 arguments; see :func:`register_half_function`."""
+    _register(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have ``module.name`` called with the widest type; see :func:`register_half_function`."""
+    _register(module, name, "promote")
+
+
+@contextlib.contextmanager
+def autocast(
+    enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = None
+) -> Iterator[None]:
+    """Cast functions inside the block (or decorated function) as the thread's level does.
+
+    After ``initialize`` at O1 or O4 these are that level's casts, which are on already: the
+    block then adds the caching of weight casts. Before any ``initialize`` they are O1's, in
+    float16. After an ``initialize`` at O2, O3 or O5 they are O1's in that level's type, outside
+    of models only; at O0, or disabled, nothing is cast.
+
+    Args:
+        enabled: ``False`` switches casts off inside the block.
+        dtype: 16-bit type to use instead of the level's.
+        cache_enabled: Whether to cast a weight once per block; ``None`` means yes.
+
+    Raises:
+        ValueError: ``dtype`` is not a 16-bit floating type.
+    """
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"amp.autocast: dtype was {dtype}; allowed are torch.float16, torch.bfloat16 and "
+            "None (the type of the level)."
+        )
+    casts = _casts_of_block(dtype) if enabled else None
+    if casts is None:
+        with switches.off():
+            yield
+        return
+    key = object()
+    switches.begin_forward(key, casts, switches.device_types())
+    torch.set_autocast_cache_enabled(cache_enabled is not False)
+    try:
+        yield
+    finally:
+        switches.end_forward(key)
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Switch function casts off for a block; nests, and does nothing where none are on.
+
+    Initialised models called inside still compute at their own level.
+    """
+    with switches.off():
+        yield
+
+
+def _casts_of_block(dtype: torch.dtype | None) -> Casts | None:
+    casts = switches.thread.casts
+    if casts is None:
+        options = getattr(newest, "opt_properties", None)
+        if switches.thread.forwards or (options is not None and not options.casts_anything):
+            return None  # inside a model of another level; or at O0, or disabled
+        casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
+    if dtype is not None and dtype != casts.dtype:
+        casts = Casts(dtype, casts.rules, casts.log)
+    dispatcher.install(casts.dtype)
+    cpu_float16.begin(casts.dtype, switches.device_types()[-1:])
+    return casts

@@ -1,0 +1,86 @@
+"""``apex debug SCRIPT``: run a program as it is, with a watch on what it trains."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apex.commands.debugging.script import (
+    add_program,
+    after_import,
+    check_program,
+    exit_code,
+    prepare,
+    say,
+)
+
+if TYPE_CHECKING:
+    from apex.commands.debugging.program import Program
+
+HELP = """Run a training script as it is. At the first step whose gradients are not finite, tell
+on stderr and in apex-debug/ which operation made the first inf or NaN, and why. The script's own
+output, files and exit code stay those of a run without this command. If nothing is wrong, no file
+is written. It watches the modules that are called and hold parameters of an optimizer."""
+
+at_exit = atexit.register  # under this name for tests, whose process does not end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--out", type=Path, default=Path("apex-debug"), help="folder for reports")
+    parser.add_argument(
+        "--skip",
+        action="store_true",
+        help="skip updates that would write an inf or NaN. The run continues with finite weights, "
+        "so its output changes",
+    )
+    parser.add_argument(
+        "--no-lines",
+        action="store_true",
+        help="do not trace code outside the model. Steps are faster, but a fault in the loss or "
+        "in the preparation of a batch is reported without its line",
+    )
+    add_program(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return the exit code of the script."""
+    check_program(args)
+    folder, code = Path(args.out).absolute(), 1
+    programs: list[Program] = []
+
+    def watch() -> None:
+        from apex.commands.debugging.program import Program
+
+        programs.append(Program(folder, skip=args.skip, lines=not args.no_lines))
+
+    def end() -> None:  # after all threads and exit functions of the script
+        for program in programs:
+            program.close()
+        _say_the_end(programs, failed=code != 0, skips=args.skip)
+
+    at_exit(end)
+    main = prepare(args.script, args.arguments, as_module=args.as_module)
+    after_import("torch", watch)
+    code = exit_code(main)
+    return code
+
+
+def _say_the_end(programs: list[Program], *, failed: bool, skips: bool) -> None:
+    watch = programs[0].watch if programs else None
+    if programs and programs[0].has_told_of_a_loss:
+        count = programs[0].bad_losses()
+        say(f"{count} loss{'es were' if count > 1 else ' was'} not finite")
+    # Without --skip nobody counts the steps after the report.
+    if skips and watch is not None and watch.skipped and watch.report is not None:
+        text = f"{watch.skipped} of {watch.steps} steps were skipped"
+    elif failed or (watch is not None and watch.steps):
+        return
+    else:
+        text = (
+            "saw no step of an optimizer whose parameters are in a module that the script "
+            "calls. Write into the script: with apex.debug.watch(model, optimizer):"
+        )
+    say(text)
