@@ -44,9 +44,9 @@ from apex.amp.gradients.forwards import ForwardRecord, are_reduced, is_final
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import Parameters, unscale_into
+from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
-from apex.amp.gradients.tensors import accumulate, any_grad, grads_of
+from apex.amp.gradients.tensors import accumulate
 from apex.amp.scale import Scale
 from apex.amp.training import Training
 from apex.ops import _runtime
