@@ -368,7 +368,7 @@ OPTIMIZERS = [
         test="tests/optimizers/test_every_optimizer.py::test_resuming_is_bit_exact"
         "[dtype0-FusedAdam]",
         file="src/apex/optimizers/_checkpoint.py",
-        old="dtype = value.dtype if keeps else optimizer._slot_dtype(key, param)",
+        old="dtype = value.dtype if keeps else optimizer._kept_dtype(key, param)",
         new="dtype = value.dtype if keeps else param.dtype",
     ),
     Behaviour(

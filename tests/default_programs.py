@@ -200,7 +200,7 @@ def scalers():
 
     def run():
         one = scaler.LossScaler("dynamic", init_scale=8.0, scale_window=2)
-        found = [one._state, one._overflow_buf]
+        found = [one.numbers, one._overflow_buf]
         masters = [grad.float() for grad in grads]
         one.unscale(grads, masters, 8.0)
         one.unscale_with_stashed_python(grads, [*masters], masters, 0.3, 0.7)

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from apex import amp, debug
-from apex.amp import frontend
 from apex.amp.gradients import overflow
 from apex.amp.graphs.followed import state_to_capture
 from apex.amp.graphs.probe import Probe, describe
+from apex.amp.newest import Newest
 from apex.amp.scaler import LossScaler
 from apex.ops import _runtime
 from apex.parallel.LARC import LARC
@@ -66,11 +66,11 @@ class Moved(LossScaler):
 
     def finish_pass(self, *args, **kwargs):
         super().finish_pass(*args, **kwargs)
-        self._state = self._state.clone()
+        self.numbers = self.numbers.clone()
 
 
 def test_a_scale_that_is_replaced_is_seen(monkeypatch):
-    monkeypatch.setattr(frontend, "LossScaler", Moved)
+    monkeypatch.setattr(Newest, "scaler_type", Moved)
     with pytest.raises(RuntimeError, match="a replay reads memory that was freed"):
         both_ways("O1", MAKERS["FusedAdam"], "dynamic")
 

@@ -138,7 +138,7 @@ def losses(dtype: torch.dtype, rows: int, classes: int) -> dict[str, Work]:
     labels = torch.randint(classes, (rows,), device=checking.DEVICE)
     options: dict[str, Any] = {"smoothing": 0.0, "padding_idx": -100}
     forward = functools.partial(cross_entropy.forward, x, labels, **options)
-    given: dict[str, Any] = {"logits": x, "labels": labels, "lse": forward()[1]}
+    given: dict[str, Any] = {"logits": x, "labels": labels, "sums": forward()[1]}
     return {
         "forward": forward,
         "backward": functools.partial(cross_entropy.backward, dy, [True], **given, **options),

@@ -298,7 +298,7 @@ def test_a_full_disk_is_one_line(tmp_path, log, capsys, monkeypatch):
         (["--task", "/no/such/file.py:build"], "/no/such/file.py"),
         (["--task", f"{TASKS}:refusing"], "raised ValueError: no such size"),
         (["--task", f"{TASKS}:unknown"], "'lion'"),
-        (["--task", f"{TASKS}:no_epoch"], "epochs 0"),
+        (["--task", f"{TASKS}:no_epoch"], "epochs is 0"),
         (["--batch", "max"], "--batch"),
         (["--batch", "0"], "--batch"),
         (["--batch", "1000000"], "--batch 1000000"),

@@ -477,7 +477,7 @@ def test_a_lack_of_memory_is_told_from_other_errors(error, is_memory):
     [
         ([[], []], "no batch of 8"),
         ([[8, 8, 3], [8, 8, 3]], "the loader's last batch has 3 rows and not 8"),
-        ([[8, 8], [8]], "2 batches in an epoch and 1 in the next"),
+        ([[8, 8], [8]], "2 batches in one epoch and 1 in the next"),
     ],
 )
 def test_a_loader_that_is_no_epoch_is_said(sizes, said):

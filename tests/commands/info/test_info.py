@@ -400,7 +400,7 @@ def test_what_does_not_shadow_and_a_single_file_that_does(tmp_path):
     found = installs.search([OURS, _package(tmp_path / "behind", "models.py", "views.py")])
     assert not found.shadowed
     assert found.packages[1].project == installs.PYRAMID
-    assert "but this one comes first" in found.advice[0]
+    assert "is installed, too; Python imports this one" in found.advice[0]
 
     (tmp_path / "empty" / "apex").mkdir(parents=True)  # a folder without __init__
     found = installs.search([str(tmp_path / "empty"), OURS])

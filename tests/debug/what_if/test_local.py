@@ -476,7 +476,7 @@ REFUSED = {
     "limit": ((network(), loss, batches()), {"limit": -1}, ValueError, "limit was -1; allowed: 1"),
     "a pair": ((network(), lambda m, b: (loss(m, b), m), batches()), {}, TypeError, "a tuple;"),
     "no scalar": ((network(), lambda m, b: m(b[0]), batches()), {}, TypeError, r"\(8, 6, 4\)"),
-    "no tensor": ((network(), lambda m, b: 3.0, batches()), {}, TypeError, "gave a float"),
+    "no tensor": ((network(), lambda m, b: 3.0, batches()), {}, TypeError, "returned a float"),
     "no batch": ((network(), loss, []), {}, ValueError, "batches was empty"),
     "half": ((network().half(), loss, batches()), {}, ValueError, "is torch.float16; pass a model"),
     "complex": (

@@ -236,7 +236,8 @@ class Pairs:
         if any(map(_IS_SPARSE, grads)) or not _WITH_MEMORY.issuperset(kinds):
             grads, fill = grads_of([weight for weight, _, _ in rows]), True
         if fill:
-            copies = list(map(torch.Tensor.float, grads))
+            # A copy of those that are float32 already (param.grad_dtype), too.
+            copies = [grad.to(torch.float32, copy=True) for grad in grads]
         else:
             copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         more = []

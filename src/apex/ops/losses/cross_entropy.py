@@ -67,8 +67,8 @@ PIECE = 2**18  # logits: 1 MiB of float32; half or twice as many change the time
 # Up to so many logits PyTorch's function of float64 is faster than an `autograd.Function`, of which
 # the call alone costs as much (1.25 and 1.9 times the time in float32 for 128 x 10).
 SMALL = 2**11
-# On a device without kernels, for `linear_cross_entropy`: 16 MiB. Launches are few beside that.
-DEVICE_PIECE = 2**22
+# On a device without kernels, for `linear_cross_entropy`: 8 MiB. Launches are few beside that.
+DEVICE_PIECE = 2**21
 
 
 def _allocate(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
