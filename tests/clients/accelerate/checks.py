@@ -6,9 +6,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
+from apex import amp
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
 from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
+from tests.tolerance import HALF_WEIGHTS
 
 CLIP = 0.5
 PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
@@ -17,7 +19,7 @@ PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 class Loop:
     """A model, an optimizer, data and a scheduler that one Accelerator has prepared."""
 
-    def __init__(self, precision, optimizer_class, seed=0):
+    def __init__(self, precision, optimizer_class, seed=0, weights=torch.float32):
         AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
@@ -30,14 +32,17 @@ class Loop:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         set_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+        model.to(weights)
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
         rows = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
         loader = torch.utils.data.DataLoader(rows, batch_size=16)
         optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.01)
+        if weights == torch.float16:
+            amp.float16_weights(optimizer)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=24)
         prepared = self.accelerator.prepare(model, optimizer, loader, scheduler)
         self.model, self.optimizer, self.loader, self.scheduler = prepared
-        self.products = set()
+        self.dtype, self.products = weights, set()
         model[0].register_forward_hook(lambda *of: self.products.add(of[-1].dtype))
 
     def train(self, epochs):
@@ -46,7 +51,9 @@ class Loop:
         for _ in range(epochs):
             for x, y in self.loader:
                 with self.accelerator.accumulate(self.model):
-                    loss = torch.nn.functional.cross_entropy(self.model(x), y)
+                    loss = torch.nn.functional.cross_entropy(
+                        self.model(x.to(self.dtype)).float(), y
+                    )
                     self.accelerator.backward(loss)
                     if self.accelerator.sync_gradients:
                         params = self.model.parameters()
@@ -97,6 +104,18 @@ def test_saved_state_resumes_to_the_bit(tmp_path, precision):
     other.accelerator.load_state(str(tmp_path))
     found = other.train(epochs=2), other.model.state_dict()
     assert_equal(found, wanted)
+
+
+def test_float16_weights_train_as_float32_ones():
+    """Under its own calls of torch's scaler, which is made by hand on a CPU as above."""
+    plain, half = Loop("no", FusedAdam), Loop("fp16", FusedAdam, weights=torch.float16)
+    (wanted, _), (found, norms) = plain.train(epochs=6), half.train(epochs=6)
+    assert {p.dtype for p in half.model.parameters()} == {torch.float16}
+    torch.testing.assert_close(
+        torch.tensor(found), torch.tensor(wanted), rtol=HALF_WEIGHTS, atol=0.0
+    )
+    assert max(norms) > CLIP
+    assert sum(found[-4:]) < 0.8 * sum(found[:4])
 
 
 # -- apex check ------------------------------------------------------------------------------------

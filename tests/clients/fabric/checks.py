@@ -5,14 +5,16 @@ import torch
 from lightning_fabric import Fabric, seed_everything
 from lightning_fabric.plugins.precision import MixedPrecision
 
+from apex import amp
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
 from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
+from tests.tolerance import HALF_WEIGHTS
 
 CLIP = 0.25
 
 
-def start(precision, optimizer_class=FusedAdam, seed=0, scale=2.0**10):
+def start(precision, optimizer_class=FusedAdam, seed=0, scale=2.0**10, weights=torch.float32):
     if precision == "16-mixed":
         # On a CPU, Fabric replaces this precision by bf16-mixed unless it is given the plug-in.
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -22,9 +24,12 @@ def start(precision, optimizer_class=FusedAdam, seed=0, scale=2.0**10):
     fabric = Fabric(accelerator="cpu", devices=1, **options)
     seed_everything(seed, verbose=False)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+    model.to(weights)
     products = set()
     model[0].register_forward_hook(lambda *of: products.add(of[-1].dtype))
     optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.01)
+    if weights == torch.float16:
+        amp.float16_weights(optimizer)
     return fabric, *fabric.setup(model, optimizer), products
 
 
@@ -33,7 +38,8 @@ def train(fabric, model, optimizer, products, clip=True):
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     losses, norms = [], []
     for _ in range(12):
-        loss = torch.nn.functional.cross_entropy(model(inputs), inputs[:, :4].argmax(1))
+        outputs = model(inputs.to(next(model.parameters()).dtype)).float()
+        loss = torch.nn.functional.cross_entropy(outputs, inputs[:, :4].argmax(1))
         fabric.backward(loss)
         if clip:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=CLIP).item())
@@ -94,6 +100,19 @@ def test_saved_state_resumes_to_the_bit(tmp_path, precision):
     fabric.load(tmp_path / "state", {"model": model, "optimizer": optimizer})
     found = train(fabric, model, optimizer, products), model.state_dict()
     assert_equal(found, wanted)
+
+
+def test_float16_weights_train_as_float32_ones_under_its_scaler():
+    """Its plug-in calls ``unscale_`` of torch's scaler, which float16_weights follows."""
+    half, single = start("16-mixed", weights=torch.float16), start("32-true")
+    losses, norms = train(*half)
+    assert {p.dtype for p in half[1].parameters()} == half[3] == {torch.float16}
+    wanted, _ = train(*single)
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(wanted), rtol=HALF_WEIGHTS, atol=0.0
+    )
+    assert min(norms) > CLIP
+    assert losses[-1] < 0.7 * losses[0]
 
 
 # -- apex check ------------------------------------------------------------------------------------

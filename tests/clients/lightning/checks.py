@@ -5,10 +5,12 @@ import pytorch_lightning
 import torch
 from pytorch_lightning.plugins.precision import MixedPrecision
 
-from apex import debug
+from apex import amp, debug
+from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
 from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
 from tests.clients.documented import callback
+from tests.tolerance import HALF_WEIGHTS
 
 STEPS = 20
 
@@ -41,15 +43,15 @@ class Network(pytorch_lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def train(middle, precision="32-true", callbacks=()):
+def train(middle, precision="32-true", callbacks=(), network=None, scale=2.0**16, **changes):
     torch.manual_seed(0)
-    network = Network(middle)
+    network = network or Network(middle)
     x = torch.randn(8 * STEPS, 8)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    options = {"precision": precision}
+    options = {"precision": precision, **changes}
     if precision == "16-mixed":  # which it replaces by bf16-mixed on a CPU, but for a plug-in
-        scaler = torch.amp.GradScaler("cpu")
-        options = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        options = {"plugins": MixedPrecision("16-mixed", "cpu", scaler), **changes}
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -83,6 +85,41 @@ def test_a_healthy_training_has_no_report_and_the_same_weights(precision):
     watched = train(torch.nn.ReLU(), precision, [explain])
     assert (explain.watch.report, explain.watch.steps) == (None, STEPS)
     assert_equal(watched.state_dict(), train(torch.nn.ReLU(), precision).state_dict())
+
+
+class HalfWeights(Network):
+    """Float16 weights, or float32 ones beside them, with FusedAdam; keeps its losses."""
+
+    def __init__(self, dtype):
+        super().__init__(torch.nn.ReLU())
+        self.to(dtype)
+        self.losses = []
+
+    def training_step(self, batch, _):
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self(x.to(self.first.weight.dtype)).float(), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = FusedAdam(self.parameters(), lr=1e-2)
+        half = self.first.weight.dtype == torch.float16
+        return amp.float16_weights(optimizer) if half else optimizer
+
+
+def test_float16_weights_train_as_float32_ones():
+    """Its plug-in calls ``unscale_`` of torch's scaler, clips and steps."""
+    found = {}
+    for dtype, precision in ((torch.float32, "32-true"), (torch.float16, "16-mixed")):
+        torch.manual_seed(0)
+        network = HalfWeights(dtype)
+        train(None, precision, network=network, scale=2.0**10, gradient_clip_val=0.5)
+        assert {p.dtype for p in network.parameters()} == {dtype}
+        found[dtype] = torch.tensor(network.losses)
+    torch.testing.assert_close(
+        found[torch.float16], found[torch.float32], rtol=HALF_WEIGHTS, atol=0.0
+    )
+    assert len(network.losses) == STEPS
 
 
 # -- apex check ------------------------------------------------------------------------------------

@@ -17,13 +17,16 @@ from transformers import (
 from transformers.models.t5 import modeling_t5
 
 from apex import amp, debug
+from apex._compat import HAS_GRAD_DTYPE
 from apex.normalization import FusedRMSNorm
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
 from tests.clients.documented import callback
+from tests.tolerance import HALF_WEIGHTS
 
 STEPS, SAVED_AT = 12, 6
 CLIP = 0.5
+WITHOUT_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
@@ -227,3 +230,49 @@ def test_a_healthy_training_has_no_report_and_the_same_weights(tmp_path):
     assert (explain.watch.report, explain.watch.steps) == (None, STEPS)
     plain = train(tmp_path, Watch(), save_strategy="no")
     assert_equal(watched.model.state_dict(), plain.model.state_dict())
+
+
+class Scales(TrainerCallback):
+    """What accelerate does on a GPU and leaves out on a CPU: its scaler unscales before it clips.
+
+    Set once the model is prepared, which is not to run under autocast.
+    """
+
+    def __init__(self, trainer):
+        self.accelerator = trainer.accelerator
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.accelerator.native_amp = True
+
+
+@pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Tensor.grad_dtype: torch 2.13")
+def test_float16_weights_train_as_float32_ones(tmp_path):
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(32, 16, 32, 2, 2, **WITHOUT_DROPOUT)).to(dtype)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2, eps=1e-6)
+        rows = (torch.arange(64)[:, None] + torch.arange(12)) % 32
+        settings = {
+            "fp16": dtype == torch.float16, "use_cpu": True, "max_grad_norm": CLIP,
+            "max_steps": STEPS, "save_strategy": "no", "logging_steps": 1, "seed": 1,
+            "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
+        }  # fmt: skip
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(str(tmp_path), **settings),
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            optimizers=(optimizer, None),
+        )
+        if dtype == torch.float16:
+            amp.float16_weights(optimizer)
+            trainer.add_callback(Scales(trainer))
+        trainer.train()
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        found.append(torch.tensor(logged(trainer, "loss")))
+        if dtype == torch.float16:
+            assert trainer.accelerator.scaler.get_scale() == 2.0**10
+            assert trainer.accelerator.scaler._get_growth_tracker() == STEPS
+    torch.testing.assert_close(found[1], found[0], rtol=HALF_WEIGHTS, atol=0.0)
+    assert found[1][-1] < 0.7 * found[1][0]
