@@ -75,20 +75,6 @@ def agree_over_(found_inf: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:
     return found_inf
 
 
-def is_final(ledgers: Sequence[Any], records: Sequence[Any]) -> bool:
-    """Whether nothing can change the flag of a pass after its block.
-
-    That is so with one rank, and where a DistributedDataParallel over all ranks has reduced all
-    gradients. With a ``process_group`` it is never so: it could be on some of its ranks only.
-    """
-    if any([ledger.training.process_group is not None for ledger in ledgers]):
-        return False
-    by_wrapper = not any([ledger.params.outside for ledger in ledgers]) and all(
-        [record.synchronises and record.reduces_all for record in records]
-    )
-    return by_wrapper or not several_ranks()
-
-
 def may_forget(ledger: Any) -> bool:
     """Whether passes of a ledger without gradients may be forgotten: the program has cleared them.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp.gradients.agreement import is_initialized
+from apex.amp.gradients.agreement import is_initialized, several_ranks
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.parameters import Pairs
 from apex.ops.lists import flat
@@ -293,3 +293,17 @@ def are_reduced(records: Sequence[ForwardRecord]) -> bool:
     """Whether DistributedDataParallel reduces the gradients of a pass now, where there is one."""
     used = [record for record in records if not record.is_used] or records
     return not any([record.synchronises is False for record in used])
+
+
+def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
+    """Whether nothing can change the flag of a pass after its block.
+
+    That is so with one rank, and where a DistributedDataParallel over all ranks has reduced all
+    gradients. With a ``process_group`` it is never so: it could be on some of its ranks only.
+    """
+    if any([ledger.training.process_group is not None for ledger in ledgers]):
+        return False
+    by_wrapper = not any([ledger.params.outside for ledger in ledgers]) and all(
+        [record.synchronises and record.reduces_all for record in records]
+    )
+    return by_wrapper or not is_initialized() or not several_ranks()

@@ -40,7 +40,7 @@ import torch
 
 from apex._compat.program import stacklevel
 from apex.amp.gradients import agreement
-from apex.amp.gradients.forwards import ForwardRecord, are_reduced
+from apex.amp.gradients.forwards import ForwardRecord, are_reduced, is_final
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
@@ -164,7 +164,7 @@ class Pass:
                 ledger.stash.refuse_written()
         records = self._records()
         self.synchronised = are_reduced(records)
-        self.is_final = agreement.is_final(self.ledgers, records)
+        self.is_final = is_final(self.ledgers, records)
         for record in records:
             record.is_used = True
         is_captured = _runtime.waits(self.loss.device) and _runtime.capturing()
