@@ -40,7 +40,7 @@ FEATURES = {  # of tests/private_features.py -> names in apex._compat.private th
     "negative_gradients": "neg_view",
     "flat_lists": "flatten_dense_tensors unflatten_dense_tensors",
     "levels": "current_graph_task_id DispatchKey DispatchKeySet ExcludeDispatchKeyGuard BatchNorm "
-    "dispatch_has_kernel_for_dispatch_key storage_Use_Count use_count set_code_exec_strategy "
+    "dispatch_has_kernel_for_dispatch_key storage_Use_Count set_code_exec_strategy "
     "FrameExecStrategy FrameAction",
     "fused_levels": "global_optimizer_pre_hooks global_optimizer_post_hooks",
     "saved_on_the_cpu": "top_saved_tensors_default_hooks",

@@ -178,10 +178,8 @@ NAMES = (
     Name("torch.utils.data.dataloader._BaseDataLoaderIter", _DEBUG, _NO_LINES, features=_SCRIPTS),
     Name("torch.UntypedStorage._expired", _CAPTURE,
          "it calls StorageWeakRef.expired: slower", instead.ABSENT),
-    Name("torch._C._storage_Use_Count", "use the memory of gradients again",
-         "each pass makes new float32 gradients: slower", instead.ABSENT),
-    Name("torch.Tensor._use_count", "use the memory of gradients again",
-         "each pass makes new float32 gradients: slower", instead.ABSENT),
+    Name("torch._C._storage_Use_Count", "see whether a weight has its memory alone",
+         "float32 weights are copied to be masters: more memory", instead.ABSENT),
     # -- distributed -------------------------------------------------------------------------------
     Name("torch.distributed.distributed_c10d._get_default_store", "wait for other ranks"),
     Name("torch.distributed.ProcessGroup._get_backend", "read a process group's time-out",

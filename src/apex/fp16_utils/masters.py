@@ -15,7 +15,6 @@ from apex.amp._wrapped_optimizer import WrappedOptimizer
 from apex.amp.gradients.masters import Master
 from apex.amp.gradients.parameters import Pairs, unscale_into
 from apex.amp.levels import HALF_TYPES
-from apex.ops import _runtime
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.unscale import multiply_
 
@@ -179,7 +178,7 @@ class MasterOptimizer(WrappedOptimizer):
         divisor: torch.Tensor | float = scale
         if check and grads:  # the flag comes on the divisor's device
             divisor = torch.tensor(scale, dtype=torch.float32, device=grads[0].device)
-        found, _ = unscale_into(wide, self._pairs, {}, divisor, is_captured=_runtime.capturing())
+        found, _ = unscale_into(wide, self._pairs, {}, divisor)
         return found is not None and bool(found)
 
 

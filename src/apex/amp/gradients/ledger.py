@@ -44,9 +44,9 @@ from apex.amp.gradients.forwards import ForwardRecord, are_reduced
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
+from apex.amp.gradients.parameters import Parameters, unscale_into
 from apex.amp.gradients.stash import Stash
-from apex.amp.gradients.tensors import accumulate
+from apex.amp.gradients.tensors import accumulate, any_grad, grads_of
 from apex.amp.scale import Scale
 from apex.amp.training import Training
 from apex.ops import _runtime
@@ -420,13 +420,10 @@ class Ledger:
         if done:
             plain = [tensor for tensor in plain if id(tensor) not in done]
         done |= params.ids
-        found_inf, widened = unscale_into(
-            grads_of(plain), pairs, shared, scale, is_captured=bool(self.is_captured)
-        )
+        found_inf, widened = unscale_into(grads_of(plain), pairs, shared, scale)
         if widened:
             accumulate(widened)
         if params.weights:
-            params.are_freed = False
             params.clear_before_next_forward()
         if self.stash:
             self.stash.add(params.for_stepped(self.stash))

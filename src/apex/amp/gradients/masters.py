@@ -26,14 +26,25 @@ Values = dict[torch.Tensor, torch.Tensor]  # by the tensor that they belong to
 class Master:
     """The float32 value of a 16-bit weight.
 
+    Both can have a gradient. ``taken`` says whether the master has the weight's:
+
+    | weight's | ``taken`` | master's | |
+    |---|---|---|---|
+    | none | none | any | nothing new |
+    | G | none | any | new, of a backward outside of blocks or zeros: the next step adds it |
+    | G | G | any | the master has it, since the end of a block or a step began |
+    | G | G | none | it was stepped; the next forward clears it |
+    | G, written since | G | any | an edit, which has no effect; all zeros: cleared |
+    | another | G | any | the same |
+    | none | G | any | cleared by the program: the master's goes, too |
+
     Attributes:
         tensor: float32 leaf, same shape and device as the weight.
         recorded: ``_version`` and address of the weight and of ``tensor`` when the weight last was
             the rounded tensor; with a fifth entry the program has the tensor.
         is_stepped: Whether an optimizer steps it; else ``state_dict`` has made it, and it is
             dropped when the weight is written.
-        taken: The gradient on the weight that the master's gradient already contains, and
-        taken_version: its ``_version`` then.
+        taken: The gradient on the weight that the master has taken, and its ``_version`` then.
         waiting: ids of the ledgers whose optimizers share this master and have yet to step.
         before: Its value before a weight that was written meanwhile, which the program may put
             back: an average for an evaluation, an attack between two backwards. It costs 4 bytes
@@ -42,7 +53,7 @@ class Master:
     """
 
     __slots__ = (
-        *("before", "is_stepped", "recorded", "taken", "taken_version", "tensor", "waiting"),
+        *("before", "is_stepped", "recorded", "taken", "tensor", "waiting"),
         "__weakref__",
     )
 
@@ -50,8 +61,7 @@ class Master:
         self.tensor = tensor
         self.is_stepped = is_stepped
         self.recorded: tuple[Any, ...] = (None, None, None, None)
-        self.taken: torch.Tensor | None = None
-        self.taken_version = 0
+        self.taken: tuple[torch.Tensor, int] | None = None
         self.waiting: set[int] = set()
         self.before: torch.Tensor | None = None
 
@@ -238,7 +248,7 @@ def grads_to_step(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         master = table.get(weight)
         if master is not None:
             found.append(master.tensor.grad)
-        if master is None or weight.grad is not master.taken:
+        if master is None or master.taken is None or weight.grad is not master.taken[0]:
             found.append(weight.grad)
     return [grad for grad in found if grad is not None]
 

@@ -28,9 +28,8 @@ step of many small weights, each operation on all of them is one comprehension o
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +39,10 @@ from apex._compat import private
 from apex.amp.gradients.masters import Master, Values, table
 from apex.amp.gradients.tensors import (
     accumulate,
+    addresses,
+    any_grad,
     any_nonzero,
+    grads_of,
     is_alone,
     is_rounded,
     stored_values,
@@ -60,89 +62,7 @@ _IS_SPARSE = operator.attrgetter("is_sparse")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 _WEIGHT, _MASTER, _EXPOSED = slice(0, 2), slice(2, 4), "exposed"  # in Master.recorded
-
 _WITH_MEMORY = {*OWN_MEMORY, type(None)}
-# Elements up to which the memory of a master's gradient is kept between steps. To allocate it costs
-# 1.3 us a tensor, as much as to fill 2**14 elements; larger ones would only cost memory.
-_MOST_KEPT = 2**14
-
-
-# -- tensors of an optimizer or a model ------------------------------------------------------------
-
-
-def grads_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of those ``weights`` that have one; sparse ones become coalesced."""
-    grads = [grad for weight in weights if (grad := weight.grad) is not None]
-    if not any(map(_IS_SPARSE, grads)):
-        return grads
-    for weight in weights:
-        if weight.grad is not None and weight.grad.is_sparse:
-            weight.grad = weight.grad.coalesce()
-    return [grad for weight in weights if (grad := weight.grad) is not None]
-
-
-def any_grad(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of ``tensors`` has a gradient."""
-    for tensor in tensors:  # noqa: SIM110  # a generator: 0.23 us, not 0.08, for an empty list
-        if tensor.grad is not None:
-            return True
-    return False
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
-    """Where the tensors' memory is; 0 for those that have none of their own."""
-    try:
-        return list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # fake tensors, and wrappers of several tensors
-        return [0] * len(tensors)
-
-
-class KeptGradients:
-    """Uninitialised float32 gradients; the small ones have the memory of those of the last pass.
-
-    It is used again when nothing else holds a tensor or its memory: when they have as many owners,
-    in Python and in C++, as at first. Memory that was shared with another process has moved. A CUDA
-    graph gets memory of its own: it would write to what is given up here later.
-    """
-
-    def __init__(self) -> None:
-        self._masters: Any = None
-
-    def _keep(self, grads: Sequence[torch.Tensor], masters: Any) -> None:
-        self._masters = masters  # the larger gradients' too
-        self._is_small = [grad.numel() <= _MOST_KEPT for grad in grads]
-        both = zip(grads, self._is_small, strict=True)
-        self._tensors = [_empty_float32(grad) for grad, is_small in both if is_small]
-        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
-        self._in_c = [storage._cdata for storage in self._storages]
-        self._at_first = self._state()
-
-    def _state(self) -> tuple[Any, ...]:
-        tensors, in_c = self._tensors, self._in_c
-        in_python = list(map(sys.getrefcount, tensors)), list(map(sys.getrefcount, self._storages))
-        owners = (
-            *in_python,
-            list(map(private.use_count, tensors)),
-            list(map(private.storage_Use_Count, in_c)),
-        )
-        return *owners, addresses(tensors), list(map(_REQUIRES_GRAD, tensors))
-
-    def like(
-        self, grads: Sequence[torch.Tensor], masters: Any, *, is_captured: bool
-    ) -> list[torch.Tensor]:
-        """Gradients of the shapes and devices of ``grads``, kept for the same ``masters``."""
-        if private.storage_Use_Count is None or private.use_count is None or is_captured:
-            return [_empty_float32(grad) for grad in grads]
-        if self._masters != masters or self._state() != self._at_first:
-            self._keep(grads, masters)
-        if len(self._tensors) == len(grads):
-            return list(self._tensors)
-        tensors, both = iter(self._tensors), zip(grads, self._is_small, strict=True)
-        return [next(tensors) if is_small else _empty_float32(grad) for grad, is_small in both]
-
-
-def _empty_float32(grad: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(grad, dtype=torch.float32, requires_grad=False)
 
 
 # -- pairs -----------------------------------------------------------------------------------------
@@ -154,7 +74,6 @@ class Pairs:
     Attributes:
         exposed: Whether ``amp.master_params`` gave the masters to the program since the last
             forward: they count as written.
-        are_freed: Whether no master has a gradient since the last step.
         records: Of the forwards of the models that an optimizer's parameters belong to.
     """
 
@@ -164,13 +83,11 @@ class Pairs:
         self.weights = [weight for weight, _ in both]
         self.masters = [master for _, master in both]
         self.tensors = [master.tensor for _, master in both]
-        self.exposed = self.are_freed = False
+        self.exposed = False
         self.rows = list(zip(self.weights, self.tensors, self.masters, strict=True))
         self._all = [*self.weights, *self.tensors]
         self._seen: tuple[Any, ...] = ()  # versions and addresses that the masters have recorded
         self._number = -1  # of the last record then
-        self._kept = KeptGradients()
-        self._zeros: dict[int, tuple[torch.Tensor, int]] = {}  # by id of a weight, and versions
 
     def without(self, done: set[int]) -> Pairs:
         """Those whose weight's id is not in ``done``."""
@@ -299,11 +216,11 @@ class Pairs:
     # -- gradients -----------------------------------------------------------------------------
 
     def widen(
-        self, owners: Owners, *, fill: bool, is_captured: bool
+        self, owners: Owners, *, fill: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Make float32 copies of the weights' gradients; a master without a gradient gets its copy.
 
-        ``fill=False`` leaves it to the caller to fill the copies; ``is_captured`` in a CUDA graph.
+        ``fill=False`` leaves it to the caller to fill the copies.
 
         Returns:
             The gradients, their copies, and those copies that are still to be added to a master's
@@ -315,18 +232,14 @@ class Pairs:
             rows = [row for row, grad in zip(rows, grads, strict=True) if grad is not None]
             grads = [weight.grad for weight, _, _ in rows]
         if any(map(_IS_SPARSE, grads)) or not _WITH_MEMORY.issuperset(kinds):
-            grads = grads_of([weight for weight, _, _ in rows])
-            copies = [grad.float() for grad in grads]
+            grads, fill = grads_of([weight for weight, _, _ in rows]), True
+        if fill:
+            copies = list(map(torch.Tensor.float, grads))
         else:
-            masters = table.changes, [master for _, _, master in rows]
-            copies = self._kept.like(grads, masters, is_captured=is_captured)
-            if fill and copies:
-                private.foreach_copy_(copies, grads)
+            copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         more = []
-        versions = list(map(_VERSION, grads))
-        columns = zip(rows, grads, versions, copies, strict=True)
-        for (_, tensor, master), grad, version, copy in columns:
-            master.taken, master.taken_version = grad, version
+        for (_, tensor, master), grad, copy in zip(rows, grads, copies, strict=True):
+            master.taken = grad, grad._version
             if tensor.grad is None:
                 tensor.grad = copy
             else:
@@ -334,8 +247,6 @@ class Pairs:
         if owners:
             for _, tensor, master in rows:
                 master.waiting = set(owners.get(id(tensor), ()))
-        if rows:
-            self.are_freed = False
         return grads, copies, more
 
     def mark_taken(self) -> None:
@@ -343,7 +254,7 @@ class Pairs:
         for weight, _, master in self.rows:
             grad = weight.grad
             if grad is not None:
-                master.taken, master.taken_version = grad, grad._version
+                master.taken = grad, grad._version
 
     def take_off(self) -> tuple[bool, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Take the gradients off the weights.
@@ -351,7 +262,6 @@ class Pairs:
         Returns what :meth:`drop_cleared` does, and those that no master has taken yet.
         """
         edited = self.drop_cleared()
-        self._zeros.clear()
         rows = [row for row in self.rows if row[0].grad is not None]
         new = [(weight, weight.grad) for weight, _, master in rows if master.taken is None]
         for weight, _, _ in rows:
@@ -369,53 +279,39 @@ class Pairs:
         Returns:
             Whether somebody has edited gradients that masters have taken already.
         """
-        if self.are_freed:
-            return False
-        rows = [row for row in self.rows if row[2].taken is not None]
-        left = [row for row in rows if row[0].grad is not None]
-        written, edited = [], False
-        for weight, tensor, master in rows:
-            grad = weight.grad
+        written, left, is_replaced = [], [], False
+        for row in self.rows:
+            weight, tensor, master = row
+            if master.taken is None:
+                continue
+            grad, (taken, version) = weight.grad, master.taken
             if grad is None:
                 tensor.grad = master.taken = None
-            elif grad is not master.taken:
-                edited = True
-            elif grad._version != master.taken_version:
+                continue
+            left.append(row)
+            is_replaced |= grad is not taken
+            if grad is taken and grad._version != version:
                 written.append(stored_values(grad))
-        if not written:
-            return edited
-        if edited or not zeros or len(written) < len(left) or any_nonzero(written):
-            return True
-        self._leave_zeros(left)
-        return False
-
-    def _leave_zeros(self, rows: Sequence[Row]) -> None:
-        """Leave zeros on weights for the next step: momentum and decay move the weights then."""
-        for weight, tensor, master in rows:
-            grad = weight.grad
-            assert grad is not None
-            self._zeros[id(weight)] = grad, grad._version
-            tensor.grad = master.taken = None
+        if zeros and written and len(written) == len(left) and not any_nonzero(written):
+            for _, tensor, master in left:  # the next step takes the zeros, which are on weights
+                tensor.grad = master.taken = None
+            return False
+        return bool(written or is_replaced) and any_grad(self.tensors)  # else they were stepped
 
     def are_cleared(self) -> bool:
         """Whether neither weights nor masters have gradients, but for zeros in place of others."""
         if any_grad(self.tensors):
             return False
-        for weight in self.weights:
-            grad, zeros = weight.grad, self._zeros.get(id(weight))
-            if grad is not None and (
-                zeros is None or zeros[0] is not grad or zeros[1] != grad._version
-            ):
-                return False
-        return True
+        grads = [stored_values(weight.grad) for weight in self.weights if weight.grad is not None]
+        return not grads or not any_nonzero(grads)
 
     def keep_untouched(self, stash: Values) -> None:
         """Leave gradients of before a block on weights that it has not reached, as torch does."""
         for weight, _, master in self.rows:
             grad = stash.get(weight)
             if grad is not None and weight.grad is None:
-                weight.grad = master.taken = grad
-                master.taken_version = grad._version
+                weight.grad = grad
+                master.taken = grad, grad._version
 
     def take_new(self, owners: Owners) -> bool:
         """Add to the masters what a backward outside of ``scale_loss`` has left on weights.
@@ -429,12 +325,12 @@ class Pairs:
         for weight, tensor, master in self.rows:
             grad, taken = weight.grad, master.taken
             if taken is not None:
-                is_changed |= grad is not taken or grad._version != master.taken_version
+                is_changed |= grad is not taken[0] or grad._version != taken[1]
             elif grad is not None:
-                has_new, self.are_freed = True, False
+                has_new = True
                 new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
                 accumulate([(tensor, new.float())])
-                master.taken, master.taken_version = grad, grad._version
+                master.taken = grad, grad._version
                 master.waiting = set(owners.get(id(tensor), ()))
         if has_new:
             self.clear_before_next_forward()
@@ -460,27 +356,16 @@ class Pairs:
     def clear_taken(self) -> None:
         """Clear the weights' gradients that masters have taken, edited ones too."""
         self.drop_cleared()
-        rows = [row for row in self.rows if row[2].taken is not None]
-        grads = [
-            grad
-            for weight, _, master in rows
-            if (grad := weight.grad) is master.taken
-            and grad is not None
-            and grad._version != master.taken_version
-        ]
-        if grads and len(grads) == len(rows) and not any_nonzero([stored_values(g) for g in grads]):
-            self._leave_zeros(rows)
-            return
-        for weight, _, master in rows:
-            weight.grad = master.taken = None
+        for weight, _, master in self.rows:
+            if master.taken is not None:
+                weight.grad = master.taken = None
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clear all gradients, but with ``set_to_none=False`` zero those on weights."""
-        self._zeros.clear()
         for master in self.masters:
             master.taken = None
         if set_to_none:
-            for tensor in self.weights if self.are_freed else (*self.weights, *self.tensors):
+            for tensor in self._all:
                 tensor.grad = None
             return
         for weight in self.weights:
@@ -494,7 +379,6 @@ class Pairs:
         if not owners:
             for tensor in self.tensors:
                 tensor.grad = None
-            self.are_freed = True
             return
         for _, tensor, master in self.rows:
             master.waiting.discard(stepped)
@@ -664,8 +548,6 @@ def unscale_into(
     pairs: Pairs,
     owners: Owners,
     scale: torch.Tensor | float,
-    *,
-    is_captured: bool,
 ) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Unscale ``grads`` in place, and the gradients of 16-bit weights into float32 copies.
 
@@ -681,7 +563,7 @@ def unscale_into(
     by_kernel = _runtime.can_fuse(pairs.weights[0].device)
     if by_kernel:
         by_kernel = unscale.takes([*grads, *[w.grad for w in pairs.weights if w.grad is not None]])
-    halves, wide, more = pairs.widen(owners, fill=not by_kernel, is_captured=is_captured)
+    halves, wide, more = pairs.widen(owners, fill=not by_kernel)
     if not by_kernel:
         return unscale.unscale_([*grads, *wide], scale), more
     is_dynamic = isinstance(scale, torch.Tensor)

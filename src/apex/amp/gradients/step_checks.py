@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.parameters import Parameters, grads_of
-from apex.amp.gradients.tensors import any_nonzero, pieces, stored_values
+from apex.amp.gradients.parameters import Parameters
+from apex.amp.gradients.tensors import any_nonzero, grads_of, pieces, stored_values
 from apex.amp.training import Training
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 

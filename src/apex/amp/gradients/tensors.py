@@ -1,14 +1,16 @@
-"""Tensors: what gradients store, adding up, setting to zeros; looks that copy little memory."""
+"""Tensors: what gradients there are and store, adding up, zeros; looks that copy little memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from apex._compat import private
 from apex.ops.lists.tensor_lists import OWN_MEMORY, local
 
+_IS_SPARSE = operator.attrgetter("is_sparse")
 _MOST = 2**18  # elements of a piece: what is copied of it stays in a processor's cache
 
 
@@ -101,3 +103,30 @@ def any_nonzero(values: Sequence[torch.Tensor]) -> bool:
     """Whether an element of ``values`` is not zero; waits for a device."""
     flags = [value.any() for value in values]
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+
+
+def grads_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of those ``weights`` that have one; sparse ones become coalesced."""
+    grads = [grad for weight in weights if (grad := weight.grad) is not None]
+    if not any(map(_IS_SPARSE, grads)):
+        return grads
+    for weight in weights:
+        if weight.grad is not None and weight.grad.is_sparse:
+            weight.grad = weight.grad.coalesce()
+    return [grad for weight in weights if (grad := weight.grad) is not None]
+
+
+def any_grad(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of ``tensors`` has a gradient."""
+    for tensor in tensors:  # noqa: SIM110  # a generator: 0.23 us, not 0.08, for an empty list
+        if tensor.grad is not None:
+            return True
+    return False
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+    """Where the tensors' memory is; 0 for those that have none of their own."""
+    try:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # fake tensors, and wrappers of several tensors
+        return [0] * len(tensors)

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex._compat import private
 from apex._compat.private import tree_leaves
-from apex.amp.gradients.parameters import addresses
+from apex.amp.gradients.tensors import addresses
 from apex.amp.graphs import names as reached
 from apex.amp.graphs.followed import (
     READ,

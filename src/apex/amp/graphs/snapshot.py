@@ -27,8 +27,8 @@ class Snapshot:
         tensors = [*weights, *(master.tensor for master in masters)]
         owners: list[tuple[Any, Sequence[str]]] = [
             *((tensor, ["grad"]) for tensor in tensors),
-            *((master, ("taken", "taken_version", "waiting")) for master in masters),
-            *((state.params, ("are_freed", "exposed")) for state in states),
+            *((master, ("taken", "waiting")) for master in masters),
+            *((state.params, ["exposed"]) for state in states),
             *((state.ledger, [*vars(state.ledger)]) for state in states),
         ]
         self._records = [
