@@ -14,6 +14,8 @@ ADDED_IN_PIECES = 2.0
 # The gradient of a class of probability 1 - 1e-2 to 1 - 1e-6 in float32, in eps: 102 at most. The
 # exponentials of torch's softmax on a CPU have an error of tens of eps; p - 1 would be off by 1e6.
 NEAR_PROBABILITY_1 = 256.0
+# In 16 bits: one rounding. Triton's interpreter truncates bfloat16, which is two.
+NEAR_PROBABILITY_1_IN_16_BITS = 1.05
 
 # Eight iterations of Polar Express in float64, where singular values are 0.01 to 1 before: how far
 # they are from 1. Its factors of 1.01 for rounding leave 0.0003.

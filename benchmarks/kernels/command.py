@@ -47,8 +47,8 @@ __all__ = ["COLUMNS", "HELP", "NAME", "OPS", "Timings", "add_arguments", "conten
 NAME = "python -m benchmarks.kernels"
 FORMAT = f"{NAME} 4"
 HELP = (
-    "Time each optimizer step, each operation on lists of tensors, each norm and each loss beside "
-    "the same of torch and Liger-Kernel, on the same tensors, taking turns."
+    "Time each optimizer step, operation on lists of tensors, norm and loss of apex, torch and "
+    "Liger-Kernel in turn, on the same tensors."
 )
 OPS: tuple[TimedCase, ...] = (*OF_LISTS, *OF_LAYERS)
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by torch's allocator of CPU memory
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     """
     device = pick_device(args.device)
     if args.json.suffix == ".csv":
-        raise UsageError(f"--json {args.json}: another file gets this name; use one in .json")
+        raise UsageError(f"--json {args.json}: the CSV file gets this name; choose one in .json")
     check_file("--json", args.json)
     plan = _plan(args)
     with ExitStack() as stack:
@@ -164,7 +164,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[TimedCase, str, str]]:
     ]
     if not found:
         takes = "; ".join(f"{op.name} has {', '.join(op.shapes)}" for op in ops)
-        raise UsageError(f"--shapes {' '.join(unique(args.shapes))}: not of --op ({takes})")
+        raise UsageError(f"--shapes {' '.join(unique(args.shapes))}: no shapes of --op ({takes})")
     return found
 
 
@@ -260,7 +260,7 @@ def _faster(report: Timings) -> str:
         for row in report.rows
         if row.faster
     ]
-    return f"Faster than ours: {'; '.join(each) or 'nothing'}."
+    return f"Faster than apex: {'; '.join(each) or 'nothing'}."
 
 
 def _problems(report: Timings) -> list[tuple[str, str]]:
@@ -305,7 +305,7 @@ COLUMNS: tuple[Column[Timing], ...] = (
         "p20–p80", lambda row: span(row.p20_ms, row.p80_ms),
         {"p20_ms": attrgetter("p20_ms"), "p80_ms": attrgetter("p80_ms")}, drop=4,
     ),
-    _column("our time\n/ its", "ratio", lambda value: number(value, ".2f", "×")),
+    _column("apex time\n/ its", "ratio", lambda value: number(value, ".2f", "×")),
     Column(
         "95 %\ninterval",
         lambda row: f"{row.bounds.low:.2f}–{row.bounds.high:.2f}" if row.bounds else NOTHING,
@@ -316,7 +316,7 @@ COLUMNS: tuple[Column[Timing], ...] = (
     _column("peak\nMiB", "peak_mib", three, 3),  # of a call, beyond its inputs: modes "both"
     _column("host\nms", "host_ms", three),  # until the call returns, on a GPU
     _column("wall\nms", "wall_ms", three),
-    _column("our wall\n/ its", "wall_ratio", lambda value: number(value, ".2f", "×")),
+    _column("apex wall\n/ its", "wall_ratio", lambda value: number(value, ".2f", "×")),
     _column("launches", "launches", lambda value: number(value, "d"), 6),
     Column(
         "problem", lambda row: (row.problem or "").partition(":")[0],

@@ -26,7 +26,8 @@ def forward(
     name = "xentropy_cuda.forward"
     ops.check(name, logits, labels, float(smoothing))
     ops.check_labels(name, labels, logits.shape[1], ops.NO_PADDING)
-    return list(ops.OP.operator(logits, labels, float(smoothing), ops.NO_PADDING))
+    losses, sums = ops.OP.operator(logits, labels, float(smoothing), ops.NO_PADDING)
+    return [losses, sums[:, 0].contiguous()]
 
 
 @torch.no_grad()
@@ -38,12 +39,18 @@ def backward(
     smoothing: float,
     /,
 ) -> torch.Tensor:
-    """Compute the gradient of the logits, in their dtype."""
+    """Compute the gradient of the logits, in their dtype; on a GPU they are read twice.
+
+    ``max_log_sum_exp`` does not give the sum of the probabilities that are not the label's.
+    """
     name = "xentropy_cuda.backward"
     ops.check(name, logits, labels, float(smoothing))
     ops.check_labels(name, labels, logits.shape[1], ops.NO_PADDING)
     for key, tensor in (("grad_loss", grad_loss), ("max_log_sum_exp", max_log_sum_exp)):
         check_shape(name, key, tensor, labels.shape, f"labels {list(labels.shape)}")
-    saved = (logits, labels, max_log_sum_exp, float(smoothing), ops.NO_PADDING)
+    sums = torch.stack([max_log_sum_exp, torch.zeros_like(max_log_sum_exp)], 1)
+    if ops.OP.implementation(logits) is not ops.OP.pieces:  # which find it themselves
+        sums[:, 1] = ops.OP.operator(logits, labels, 0.0, ops.NO_PADDING)[1][:, 1]
+    saved = (logits, labels, sums, float(smoothing), ops.NO_PADDING)
     found: torch.Tensor = ops.OP.backward_operator(grad_loss, [True], *saved)
     return found

@@ -139,7 +139,7 @@ def test_on_a_gpu_what_is_faster_is_told_by_the_larger_of_host_and_gpu(
     assert other.wall_ratio == other.faster == pytest.approx(5.0)
     _show(_report([ours, other, _row("adam", host_ms=0.1)]), tmp_path)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Faster than ours: layer_norm_both, tiny, float32: torch fused 5.00 times." in shown
+    assert "Faster than apex: layer_norm_both, tiny, float32: torch fused 5.00 times." in shown
     assert slow.faster == pytest.approx(50.0 / slow.wall_ms)
     (first, second, _) = csv.DictReader((tmp_path / "kernels.csv").read_text().splitlines())
     assert (first["wall_ms"], float(second["wall_ratio"])) == ("50.0", pytest.approx(5.0))
@@ -149,7 +149,7 @@ def test_on_a_cpu_what_is_surely_faster_is_listed(folder, capsys):
     found = command._faster(_report())
     assert found.count("torch foreach, no check 2.0") == 8
     assert "torch fused" not in found
-    assert command._faster(_report([_row()])) == "Faster than ours: nothing."
+    assert command._faster(_report([_row()])) == "Faster than apex: nothing."
 
 
 def test_files_are_named_after_the_json_file(tmp_path):

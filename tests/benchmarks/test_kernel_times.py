@@ -328,10 +328,10 @@ def test_the_file_says_how_memory_and_threads_were_set(tmp_path, calls, monkeypa
         (["--repeats", "0"], "'0' is not a whole number of 1 or more"),
         (["--threads", "none"], "'none' is not a whole number of 1 or more"),
         (["--device", "toaster"], "unknown; use cpu, cuda or cuda:N"),
-        (["--op", "adam", "--shapes", "small"], "not of --op (adam has one, transformer, tiny)"),
+        (["--op", "adam", "--shapes", "small"], "no shapes of --op (adam has one,"),
         (["--json", "FOLDER"], "is a folder"),
-        (["--json", "FOLDER/rows.csv"], "another file gets this name"),
-        (["--json", "FOLDER/file/rows.json"], "is a file, and a folder is needed"),
+        (["--json", "FOLDER/rows.csv"], "the CSV file gets this name"),
+        (["--json", "FOLDER/file/rows.json"], "is a file; name a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -82,7 +82,7 @@ def test_a_loader_without_batches(run, tmp_path, monkeypatch, capsys):
     text = TASK.replace("{MODEL}", "model").replace("in range(3)", "in range(0)")
     (tmp_path / "whatif_none.py").write_text(text)
     assert cli.main(["what-if", "whatif_none.py:build"]) == 2
-    assert "loader(32, 0) gave no batch" in capsys.readouterr().err
+    assert "loader(32, 0) yielded no batch" in capsys.readouterr().err
 
 
 def test_weights_of_a_checkpoint(run, tmp_path):
@@ -110,7 +110,7 @@ def test_a_task_that_has_a_step_alone_is_told_what_is_missing(run):
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("[model, model]", (), "model() gave several models"),
+        ("[model, model]", (), "model() returned several models"),
         ("model.half()", (), "is torch.float16; pass a model in float32"),
         ("model", ("--weights", "nowhere.pt"), "No such file"),
         ("model", ("--weights", "whatif_four.py"), "UnpicklingError: Weights only load failed"),

@@ -138,7 +138,7 @@ def test_only_the_gradients_that_are_wanted(reduction):
         linear_cross_entropy(x, weight, targets, bias, reduction=reduction, chunk_size=3)
 
 
-def test_losses_of_rows_keep_the_inputs_and_a_number_a_row():
+def test_losses_of_rows_keep_the_inputs_and_two_numbers_a_row():
     """No memory for gradients, which are not known before the losses' own."""
     x, weight, bias, targets = _data(7, 4, 60, torch.float32)
     kept = {}
@@ -147,7 +147,7 @@ def test_losses_of_rows_keep_the_inputs_and_a_number_a_row():
     ):
         linear_cross_entropy(x, weight, targets, bias, reduction="none", chunk_size=3)
     inputs = x.numel() + weight.numel() + bias.numel() + targets.numel()
-    assert sum(t.numel() for t in kept.values()) == inputs + 7
+    assert sum(t.numel() for t in kept.values()) == inputs + 2 * 7
 
 
 def test_gradients_survive_a_large_loss_scale_in_float16():
@@ -316,15 +316,17 @@ def test_evaluation_has_the_bits_of_training(reduction):
 @pytest.mark.slow
 def test_operations_are_registered_in_full():
     x, weight, bias, targets = _data(5, 4, 6, torch.float32)
-    plain, lse, nothing = [t.detach() for t in (x, weight, bias)], torch.rand(5), [False] * 3
+    plain, sums, nothing = [t.detach() for t in (x, weight, bias)], torch.rand(5, 2), [False] * 3
     rest = (0.1, IGNORED, "none", 2, nothing, None)
     opcheck(ops.OP.operator, (x, weight, bias, targets, *rest))
     needs, unknown = [True, False, True], [torch.empty(0) for _ in range(3)]
-    opcheck(ops.OP.backward_operator, (torch.rand(5), needs, *plain, targets, lse, *unknown, *rest))
+    opcheck(
+        ops.OP.backward_operator, (torch.rand(5), needs, *plain, targets, sums, *unknown, *rest)
+    )
     needs = [True, True, False]
     rest = (0.1, IGNORED, "mean", 2, needs, None)
     opcheck(ops.OP.operator, (x, weight, None, targets, *rest))
-    saved = (*plain[:2], None, targets, lse, *plain[:2], torch.empty(0))
+    saved = (*plain[:2], None, targets, sums, *plain[:2], torch.empty(0))
     opcheck(ops.OP.backward_operator, (torch.rand(()), needs, *saved, *rest))
 
 

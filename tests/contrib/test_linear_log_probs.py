@@ -1,5 +1,7 @@
 """``linear_log_probs``, and what language models add to ``linear_cross_entropy``."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,13 @@ from apex.commands.bench.memory import peak_bytes
 from apex.contrib.xentropy import LinearCrossEntropyLoss, linear_cross_entropy, linear_log_probs
 from apex.ops import _runtime
 from tests.contrib.test_linear_cross_entropy import _data
-from tests.tolerance import NEAR_PROBABILITY_1, PRODUCTS, assert_close_in_rms, errors_in_eps
+from tests.tolerance import (
+    NEAR_PROBABILITY_1,
+    NEAR_PROBABILITY_1_IN_16_BITS,
+    PRODUCTS,
+    assert_close_in_rms,
+    errors_in_eps,
+)
 from tests.vmapped import assert_backward_under_vmap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -122,17 +130,28 @@ def test_a_class_of_probability_0_gives_no_nan():
     assert not grads[1][2].any()
 
 
-@pytest.mark.parametrize("miss", [1e-2, 1e-4, 1e-6])
-def test_the_gradient_of_a_class_near_probability_1_does_not_cancel(miss):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("path", [None, "triton"])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 2.0}, {}, {"chunk_size": 1}, {"chunk_size": 1, "acc_policy": "compact"}],
+    ids=str,
+)
+def test_the_gradient_of_a_class_near_probability_1_does_not_cancel(options, path, dtype):
+    """Two roundings: of the logits' gradient and of the product."""
     others = torch.tensor(3_999.0, dtype=torch.float64).log()  # of logits of 0
-    weight = torch.zeros(4_000, 1)
-    weight[0] = 2 * (others - torch.tensor(miss / (1 - miss), dtype=torch.float64).log())
-    x = torch.ones(1, 1, requires_grad=True)
-    loss = linear_cross_entropy(x, weight, torch.tensor([0]), temperature=2.0)
-    (slope,) = torch.autograd.grad(loss, x)
-    logit = weight[0].double() / 2
-    exact = -logit * torch.sigmoid(others - logit)
-    assert errors_in_eps(slope[0], exact) <= NEAR_PROBABILITY_1
+    for miss in (1e-2, 1e-4, 1e-6):
+        scale, odds = options.get("temperature", 1.0), torch.tensor(1 / miss - 1).double()
+        weight = torch.zeros(4_000, 1, dtype=dtype)
+        weight[0] = scale * (others + odds.log())
+        x = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+        with contextlib.nullcontext() if path is None else _runtime.use(path):
+            loss = linear_cross_entropy(x, weight, torch.tensor([0]), **options)
+            (slope,) = torch.autograd.grad(loss * 2**12, x)  # a scale, which float16 needs
+        logit = weight[0].double() / scale
+        exact = -logit * torch.sigmoid(others - logit) * 2**12
+        limit = NEAR_PROBABILITY_1 if dtype == torch.float32 else 2 * NEAR_PROBABILITY_1_IN_16_BITS
+        assert errors_in_eps(slope[0], exact) <= limit
 
 
 def test_derivatives_of_every_order_and_transforms():

@@ -236,7 +236,7 @@ def test_a_script_module_runs_as_without_the_command(tmp_path, capsys):
         "model(torch.ones(2, 4)).sum().backward()\noptimizer.step()\nprint('trained')\n",
     )
     assert (code, printed.out) == (0, "trained\n")
-    assert printed.err.startswith("apex debug: no step of an optimizer was seen")
+    assert printed.err.startswith("apex debug: saw no step of an optimizer")
 
 
 @pytest.mark.parametrize(

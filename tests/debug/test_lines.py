@@ -166,6 +166,59 @@ def test_the_line_is_named(run, name):
         assert "16 NaN of 128 values (all 16 rows): div (at train.py:" in report["sentence"]
 
 
+SIZES = """
+class Sizes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, power):
+        total = x.norm(dim=1)
+        ctx.save_for_backward(x, total)
+        ctx.power = power
+        return total**power, total
+    @staticmethod
+    def backward(ctx, of_power, of_total):
+        x, total = ctx.saved_tensors
+        slope = of_power[:, None] * x / (total - total * (i != 1))[:, None]  # wrong
+        return slope, None
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["Sizes.apply(out, 1)", "apply(out, 1)", "Sizes.apply(out * 2, 1)"]
+)
+def test_a_wrong_backward_outside_of_the_model_is_named_by_its_line(run, call):
+    """As one inside of a module is; the forward is finite."""
+    text = LOOP.replace("LOSS", f"loss = {call}[0].mean()").replace("if i == 2", "if i == 5")
+    text = text.replace("for i in range(4):", f"{SIZES}\napply = Sizes.apply\nfor i in range(4):")
+    report, said = run(text)
+    number = next(n for n, line in enumerate(text.splitlines(), 1) if "# wrong" in line)
+    assert report["line"].startswith(f"train.py:{number} in backward: slope = "), said
+    assert report["line"] in report["sentence"]
+    assert (report["cause"], report["direction"]) == ("loss", "backward")
+    assert vars(torch.autograd.Function)["apply"].__func__.__module__ == "torch.autograd.function"
+
+
+@pytest.mark.parametrize("given", ["out.abs() + 0", "y"])
+def test_an_own_function_that_writes_to_what_was_there_before_is_not_run_again(run, given):
+    """A replay would write to a tensor of the program."""
+    text = LOOP.replace("LOSS", f"loss = (Written.apply({given}) * out.abs()).log().mean()")
+    report, _ = run(text.replace("for i in range(4):", f"{WRITTEN}\nfor i in range(4):"))
+    assert report["cause"] == "loss"
+    assert report["line"].startswith("train.py:") is (given != "y")
+
+
+WRITTEN = """
+class Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.add_(1.0)
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+y = torch.ones(16, 4)
+"""
+
+
 def test_what_16_bits_alone_break_is_not_said_of_float32(run):
     """The product is finite in float32. The logarithm of 0 after it is not, there either."""
     out = "out = (net(x).half() + 1) * (1e5 if i == 2 else 1)"

@@ -26,7 +26,7 @@ def test_the_other_rank_says_from_which_rank_the_value_came(ranks, wrapper):
     assert (here.cause, here.operation, here.module) == ("model", "aten.div.Tensor", "function")
     assert (here.direction, here.rank, here.step, here.since) == ("backward", 1, 3, 2)
     assert (there.cause, there.rank) == ("rank", 0)
-    assert there.sentence.startswith("The value came by a collective from rank 1, where: div in ")
+    assert there.sentence.startswith("A collective brought the value from rank 1, where: div in ")
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ def full(tensor):
 class Training:
     """Steps on given gradients; ``count`` ranks share the tensors, 1 is a process alone."""
 
-    def __init__(self, name, count, path=None):
+    def __init__(self, name, count, path=None, state="8bit"):
         self.count, self.path = count, path
         made = [torch.nn.Parameter(self.spread(x)) for x in tensors(0)]
         self.model = torch.nn.ParameterList(made)
-        self.optimizer = MAKERS[name](self.model.parameters(), state="8bit")
+        self.optimizer = MAKERS[name](self.model.parameters(), state=state)
 
     def spread(self, tensor):
         if self.count == 1:
@@ -75,24 +75,24 @@ class Training:
         checkpoints.load(self.model, self.optimizer, folder, **self.talks())
 
 
-def stepped(rank, name, path):
+def stepped(rank, name, path, state="8bit"):
     """What is kept after three steps on 1, 2 and 4 ranks, of those that this one is among."""
     meshes()
     found = {}
     for count in (1, 2, 4):
         if rank < count or count == 1:
-            training = Training(name, count, path)
+            training = Training(name, count, path, state)
             training.step(range(1, 4))
             found[count] = training.kept()
     return found
 
 
-def chained(rank, name, folder, count, before, seed):
+def chained(rank, name, folder, count, before, seed, state="8bit"):
     """One stage of a training: load what other ranks saved, step, save; what is kept then."""
     meshes()
     if rank >= count:
         return None
-    training = Training(name, count, "reference")
+    training = Training(name, count, "reference", state)
     if before:
         training.load(f"{folder}/{before}")
     training.step([seed])

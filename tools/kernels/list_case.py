@@ -37,6 +37,7 @@ def case(
     noop: bool = True,
     seeded: bool = False,
     unaligned: tuple[int, ...] = (),
+    dithered: tuple[bool, ...] = (),
     **options: Any,
 ) -> CompiledCase:
     """Describe a launch for inspection.
@@ -54,6 +55,7 @@ def case(
         noop: Whether there is one.
         seeded: Whether the codec draws numbers.
         unaligned: Columns whose addresses are not all multiples of 16.
+        dithered: For each column whether it is rounded stochastically.
         options: ``sums``, ``largest``, ``flags`` and ``codec`` of `launch`.
     """
     kinds, names, device = columns.split(), tuple(scalars.split()), torch.device("meta")
@@ -66,6 +68,8 @@ def case(
         table, places = Table([16], device), len(codes)
         held = [table] * places, [meta("fp32", 256)] * places, [meta("i32", 65536)] * places
         options |= more(len(kinds), codes, *held, table)
+    if dithered:
+        options["constants"] = (dithered,)
     if options.get("flags"):
         options["flag"] = meta("i32", 1)
     case, *_ = launched(  # behind it, sums are added up
@@ -78,7 +82,7 @@ def case(
             names,
             tuple(of_kind.get(name, 1.5) for name in names),
             noop=one if noop else None,
-            seed=meta("i32", 1) if seeded else None,
+            seed=meta("i32", 1) if seeded or dithered else None,
             **options,
         ),
         update.__name__,
@@ -147,6 +151,8 @@ def optimizer_cases(
     codes = " u8" * states
     for kind in ("fp32", "bf16") if states else ():
         yield one("8 bits", f"{kind} {kind}{codes}")
+        dithered = (False, False, *[True] * states)
+        yield one("bfloat16 moments", f"{kind} {kind}{' bf16' * states}", dithered=dithered)
     if states == 2:  # the most columns, and so the most registers: 94 for Adam, 80 if aligned
         yield one("not aligned", "fp16 fp16" + all_states, unaligned=tuple(range(2 + states)))
         split = {"codec": (join_low_bits, split_low_bits)}

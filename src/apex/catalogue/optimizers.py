@@ -299,6 +299,7 @@ class Optimizer:
 
 MOMENTUM = {"momentum": 0.9}
 EIGHT_BIT = Variant("state=8bit", {"state": "8bit"}, ("fp32", "bf16"))
+BFLOAT16 = Variant("state=bfloat16", {"state": "bfloat16"}, ("fp32", "bf16"))
 AUTO = Variant("storage=auto", {"storage": "auto"}, ("fp32", "bf16"))
 OPTIMIZERS: tuple[Optimizer, ...] = (
     Optimizer(
@@ -317,6 +318,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             ),
             AUTO,
             EIGHT_BIT,
+            BFLOAT16,
         ),
         training={"lr": 0.005, "weight_decay": 0.01},
         timed=TimedStep(of_torch("AdamW"), {"weight_decay": 0.01}, 2, float32_states=True),
@@ -343,6 +345,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("Nesterov", {**MOMENTUM, "nesterov": True}),
             Variant("LARC", MOMENTUM, larc=True),
             Variant("state=8bit", {**MOMENTUM, "state": "8bit"}, EIGHT_BIT.dtypes),
+            Variant("state=bfloat16", {**MOMENTUM, "state": "bfloat16"}, BFLOAT16.dtypes),
         ),
         options={"lr": 0.05}, training={"lr": 0.05, "momentum": 0.9}, beside="SGD",
         timed=TimedStep(of_torch("SGD"), {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}, 1),
@@ -353,6 +356,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant(dtypes=EVERY, every_test=True),
             Variant("decoupled decay", {"adagrad_w_mode": True}, every_test=True),
             EIGHT_BIT,
+            BFLOAT16,
         ),
         options={"lr": 0.05}, training={"lr": 0.05},
         timed=TimedStep(of_torch("Adagrad"), {"lr": 1e-2}, 1),
@@ -364,6 +368,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("L2", {"adam_w_mode": False}, every_test=True),
             Variant("storage=low_bits", {"storage": "low_bits"}, ("bf16",)),
             EIGHT_BIT,
+            BFLOAT16,
         ),
         max_norm=1.0, training={"lr": 0.005, "weight_decay": 0.01},
         launches=5, shared_launches=2,  # the norm of all gradients
@@ -385,6 +390,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             Variant("decay inside", {"reg_inside_moment": True}, every_test=True),
             Variant("largest", {"norm_type": 0}),
             EIGHT_BIT,
+            BFLOAT16,
         ),
         training={"lr": 0.3}, launches=3,
         timed=TimedStep(
@@ -394,7 +400,8 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         ),
     ),
     Optimizer(
-        optimizers.FusedLion, lion, (Variant(dtypes=EVERY, every_test=True), EIGHT_BIT),
+        optimizers.FusedLion, lion,
+        (Variant(dtypes=EVERY, every_test=True), EIGHT_BIT, BFLOAT16),
         training={"lr": 0.0005, "weight_decay": 0.01},
     ),
     Optimizer(
@@ -409,6 +416,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
             ),
             AUTO,
             EIGHT_BIT,
+            BFLOAT16,
         ),
         options={"iteration_dtype": torch.float32},
         training={"lr": 0.02, "adam_lr": 0.005, "weight_decay": 0.01},

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KIND",
-        help="do not report this kind; may be given several times",
+        help="do not report this kind; you can repeat the option",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     add_program(parser)

@@ -91,7 +91,7 @@ def pick_device(asked: str | None) -> torch.device:
     device = torch.device(asked)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= count:
-        here = f"there are {count} here" if count else "no CUDA device can be used here"
+        here = f"this machine has {count}" if count else "torch finds no CUDA device"
         raise UsageError(f"--device {asked}: {here}")
     return device
 
@@ -107,7 +107,7 @@ def check_folder(option: str, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except FileExistsError:
-        raise UsageError(f"{option} {folder}: is a file, and a folder is needed") from None
+        raise UsageError(f"{option} {folder}: is a file; name a folder") from None
     except OSError as error:
         raise UsageError(f"{option} {folder}: cannot be written ({error.strerror})") from None
 
@@ -119,7 +119,7 @@ def check_file(option: str, file: Path) -> None:
         UsageError: It is a folder, or its folder cannot be made or written.
     """
     if file.is_dir():
-        raise UsageError(f"{option} {file}: is a folder, and a file is needed")
+        raise UsageError(f"{option} {file}: is a folder; name a file")
     check_folder(option, file.parent)
 
 

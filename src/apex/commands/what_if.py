@@ -25,9 +25,9 @@ from apex.debug import WhatIf, what_if
 from apex.debug.what_if.formats import FORMATS
 from apex.debug.what_if.judging import ENOUGH
 
-HELP = """Measure, layer by layer, in which number formats a model can be trained, on any machine:
-the formats are emulated. Prints an answer, a table and the reasons. The task is that of apex bench:
-FILE.py:FUNCTION gives an object with model(), loss(model, batch) and loader(batch_size, seed)."""
+HELP = """Find out, layer by layer, in which number formats a model can be trained. apex emulates
+the formats, so any machine will do. Prints an answer, a table and the reasons. FILE.py:FUNCTION
+returns an object with model(), loss(model, batch) and loader(batch_size, seed)."""
 
 OK, UNDECIDED = 0, 1  # exit codes
 SECONDS = 20.0  # between lines about progress in a log file
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=at_least(0), default=0, metavar="N", help="seed of weights and data order")
     add("--weights", type=Path, metavar="FILE", help="load this saved state_dict() first")
     add("--save", type=Path, metavar="FILE", help="write the policy for amp.initialize(policy=...)")
-    add("--plot", type=Path, metavar="FILE", help="draw layers by formats; .png, .svg or .pdf")
-    add("--data", type=Path, metavar="FOLDER", help="files of the task")
+    add("--plot", type=Path, metavar="FILE", help="draw the table; FILE ends in .png, .svg or .pdf")
+    add("--data", type=Path, metavar="FOLDER", help="folder with the data of the task")
     add_device(parser)
 
 
@@ -107,12 +107,12 @@ def _studied(task: Task, args: argparse.Namespace, device: torch.device) -> What
     model = task.model()
     if getattr(task.loss, "__func__", None) is Task.loss:
         raise TypeError(
-            "the task has no loss(model, batch); write one, which apex bench passes over if there "
-            "is a step, too"
+            "the task has no loss(model, batch). Add one; apex bench ignores it if the task has a "
+            "step"
         )
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
-            "model() gave several models; write a task for each, or call apex.debug.what_if for one"
+            "model() returned several models. Write a task for each, or call apex.debug.what_if"
         )
     if args.weights is not None:
         model.load_state_dict(torch.load(args.weights, map_location="cpu", weights_only=True))
@@ -153,4 +153,4 @@ def _epochs(task: Task, args: argparse.Namespace) -> Iterator[Any]:
             is_empty = False
             yield batch
         if is_empty:
-            raise ValueError(f"loader({args.batch}, {args.seed + epoch}) gave no batch")
+            raise ValueError(f"loader({args.batch}, {args.seed + epoch}) yielded no batch")

@@ -84,7 +84,7 @@ def _compare_ranks(report: Report, fault: Fault) -> None:
         report.cause = "rank"
         report.operation = report.operation or "all_reduce"
         report.sentence = (
-            f"The value came by a collective from rank {guilty[0]}, where: {others[guilty[0]]}"
+            f"A collective brought the value from rank {guilty[0]}, where: {others[guilty[0]]}"
         )
 
 
@@ -294,7 +294,7 @@ class _Explanation:
             healed = self._scale(run, result)
             wide, finite = self._widen(run, result, origin or Origin("", ""))
         if origin is None:
-            return self._make("rank", "The value came by a collective from another rank.")
+            return self._make("rank", "A collective brought the value from another rank.")
         if origin.kind == "gradient":
             return self._after_output(origin)
         if not inside:

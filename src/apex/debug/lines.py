@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -153,6 +154,30 @@ class Lines(TorchFunctionMode):
         """Record what amp made of a loss, in functions that were not recorded."""
         if self._is_on and not self._elsewhere() and scaled is not loss:
             self._note(_scale, (loss, scale), {}, [scaled])
+
+    def apply(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a custom ``torch.autograd.Function``, and record it as one: its backward is its own.
+
+        Args:
+            inner: Its ``apply``.
+            args: Arguments.
+            kwargs: Keyword arguments.
+        """
+        if not self._is_on or self._elsewhere():
+            return inner(*args, **kwargs)
+        self.off()
+        given = tensors_in((args, kwargs))
+        versions = [*map(version_of, given)]
+        result = inner(*args, **kwargs)
+        self._left -= 1
+        both = zip(given, versions, strict=True)
+        written = [one for one, version in both if version_of(one) != version]  # mark_dirty
+        if not all(map(self.tape.ref, written)):  # a replay would write to what the program has
+            self.tape.is_whole = False
+        elif results := _tensors(result):
+            self._note(inner, args, kwargs, results)
+        self.on()
+        return result
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

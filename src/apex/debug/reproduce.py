@@ -93,9 +93,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileError(f"{path}: not a file of {FORMAT}")
     for name, kind in _FIELDS.items():
         if not isinstance(entry.get(name), kind):
-            raise FileError(f"{path}: its field {name!r} is missing, or no {kind.__name__}")
+            raise FileError(f"{path}: its field {name!r} is missing or is not a {kind.__name__}")
     if not _NAME.fullmatch(entry["operation"]) or _find(entry["operation"]) is None:
-        raise FileError(f"{path}: {entry['operation']!r} is no operation of torch.ops.aten")
+        raise FileError(f"{path}: {entry['operation']!r} is not an operation of torch.ops.aten")
     return entry
 
 
@@ -151,7 +151,7 @@ def _back(leaf: Any) -> Any:
         name = leaf.removeprefix("!torch.")
         value = torch.device("cpu") if name == "cpu" else getattr(torch, name, None)
         if not isinstance(value, _TAGGED):
-            raise TypeError(f"{leaf!r} is no dtype")
+            raise TypeError(f"{leaf!r} is not a dtype")
         return value
     return leaf
 

@@ -46,8 +46,11 @@ def _fused_dense_gelu_dense(
     bias2: torch.Tensor,
 ) -> torch.Tensor:
     """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
-    if dense.fit(input, weight1, bias1) and dense.fit(input, weight2, bias2, weight1.shape[0]):
-        return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]
+    try:
+        if dense.left_to_torch(weight1, bias1) and dense.left_to_torch(weight2, bias2):
+            return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]
+    except (AttributeError, RuntimeError, TypeError):
+        pass  # below are the words for what does not fit together
     weights, biases = {"weight1": weight1, "weight2": weight2}, {"bias1": bias1, "bias2": bias2}
     dense.check("FusedDenseGeluDense", input, weights, biases)
     return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]

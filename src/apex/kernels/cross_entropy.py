@@ -6,6 +6,9 @@ Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867). Wher
 than multiprocessors several programs share a row. A second, small kernel joins them in a fixed
 order and computes the losses. Backward is one read and one write.
 
+The first kernel leaves out the label's logit, which the second adds. So the sum of the other
+probabilities is known; near probability 1 a difference would not give it.
+
 Rows whose label is ``padding_idx`` are not read. A label outside the row is never used as an
 address: such a row's loss and gradients are nan.
 """
@@ -61,7 +64,7 @@ def cross_entropy_sums(
     twice_stride, twice_columns, width, padding_idx,
     SMOOTH: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit, sum of exponentials and sum of logits of ``width`` columns of one row.
+    """Of ``width`` columns: largest logit and sum of exponentials but for the label, sum of logits.
 
     With ``AHEAD`` a block is read while the one before it is computed. ptxas leaves a thread one
     128-bit load on its way without it. Odd rows, with 16 narrow ones, have enough; they would take
@@ -87,10 +90,13 @@ def cross_entropy_sums(
                 following = tl.load(logits_ptr + ahead, ahead < end, -float("inf"))
             else:
                 raw = tl.load(logits_ptr + at + lanes, at + lanes < end, -float("inf"))
-            x = tl.reshape(raw.to(tl.float32), (BLOCK // LANE, LANE))
             if SMOOTH:
-                mask = tl.reshape(at + lanes < end, (BLOCK // LANE, LANE))
-                centered += tl.sum(tl.where(mask, x - base, 0.0), axis=1)
+                parts = tl.where(at + lanes < end, raw.to(tl.float32) - base, 0.0)
+                centered += tl.sum(tl.reshape(parts, (BLOCK // LANE, LANE)), axis=1)
+            if (label >= at) & (label < at + BLOCK):  # a branch: 1.7 instructions a byte less
+                nothing = tl.full((1,), -float("inf"), tl.float32).to(raw.dtype)
+                raw = tl.where(lanes == (label - at).to(tl.int32), nothing, raw)
+            x = tl.reshape(raw.to(tl.float32), (BLOCK // LANE, LANE))
             grown = tl.maximum(largest, tl.max(x, axis=1))
             above = _finite(grown)
             total = total * _exp(largest - above) + tl.sum(_exp(x - above[:, None]), axis=1)
@@ -105,7 +111,7 @@ def cross_entropy_sums(
 
 @triton.jit
 def cross_entropy_losses(
-    same_logits_ptr, labels_ptr, largest_ptr, total_ptr, centered_ptr, losses_ptr, lse_ptr,
+    same_logits_ptr, labels_ptr, largest_ptr, total_ptr, centered_ptr, losses_ptr, sums_ptr,
     twice_stride, twice_columns, n_parts, smoothing, padding_idx,
     SMOOTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -115,13 +121,17 @@ def cross_entropy_losses(
     label, chosen, base = _label(same_logits_ptr + row * row_stride, labels_ptr, row, columns)
     loss = 0.0
     lse = 0.0
+    miss = 0.0
     if label != padding_idx:
         parts = row * n_parts + tl.arange(0, PARTS)
         mask = tl.arange(0, PARTS) < n_parts
         each = tl.load(largest_ptr + parts, mask=mask, other=-float("inf"))
-        largest = tl.max(each, axis=0)
+        largest = tl.maximum(tl.max(each, axis=0), chosen)
         totals = tl.load(total_ptr + parts, mask=mask, other=0.0) * _exp(each - _finite(largest))
-        above = tl.log(tl.sum(totals, axis=0))  # what lse rounds away where logits are large
+        others = tl.sum(totals, axis=0)
+        total = others + _exp(chosen - _finite(largest))
+        above = tl.log(total)  # what lse rounds away where logits are large
+        miss = others / total
         loss = largest - chosen + above
         lse = largest + above
         if SMOOTH:
@@ -129,12 +139,13 @@ def cross_entropy_losses(
             mean = tl.sum(centered, axis=0) / columns
             loss = (1.0 - smoothing) * loss + smoothing * (largest - base - mean + above)
     tl.store(losses_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    tl.store(sums_ptr + 2 * row, lse)
+    tl.store(sums_ptr + 2 * row + 1, miss)
 
 
 @triton.jit
 def cross_entropy_backward(
-    dy_ptr, logits_ptr, lse_ptr, labels_ptr, out_ptr,
+    dy_ptr, logits_ptr, sums_ptr, labels_ptr, out_ptr,
     dy_stride, twice_stride, twice_out_stride, twice_columns, smoothing, padding_idx,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -152,13 +163,15 @@ def cross_entropy_backward(
         tl.store(out_ptr + at, tl.zeros((BLOCK,), tl.float32), mask=mask)
     else:
         dy = tl.load(dy_ptr + row * dy_stride).to(tl.float32)
-        lse = tl.load(lse_ptr + row).to(tl.float32)
+        lse = tl.load(sums_ptr + 2 * row).to(tl.float32)
+        miss = tl.load(sums_ptr + 2 * row + 1).to(tl.float32)
         x = tl.load(logits_ptr + row * row_stride + at, mask=mask).to(tl.float32)
         dy = tl.where((label >= 0) & (label < columns), dy, float("nan"))
         rest = smoothing / columns
         # In 32 bits: a label that is cut off lies outside of the row, whose gradient is nan.
-        target = tl.where(lanes == (label - start).to(tl.int32), 1.0 - smoothing + rest, rest)
-        tl.store(out_ptr + at, dy * (_exp(x - lse) - target), mask=mask)
+        at_label = lanes == (label - start).to(tl.int32)
+        slope = tl.where(at_label, smoothing - rest - miss, _exp(x - lse) - rest)
+        tl.store(out_ptr + at, dy * slope, mask=mask)
 
 
 # -- launching -----------------------------------------------------------------------------------
@@ -206,7 +219,7 @@ def _of_losses(dtype: Any, labels: Any, padding_idx: int, smooth: bool, height: 
 
 @kept
 def _of_backward(
-    columns: int, dtype: Any, dy: Any, lse: Any, labels: Any, out: Any, padding_idx: int
+    columns: int, dtype: Any, dy: Any, sums: Any, labels: Any, out: Any, padding_idx: int
 ) -> tuple[int, Family]:
     block, warps = setting(
         "cross_entropy_backward", dtype, (columns,), elements=_block(columns), warps=WARPS
@@ -222,7 +235,7 @@ def forward(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int,
     *, share_rows: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Losses and ``lse`` of logits, which are copied unless the columns of a row are contiguous.
+    """Losses and ``sums`` of logits, which are copied unless the columns of a row are contiguous.
 
     Several programs may share a row, if they are few and ``share_rows``; then its sums are added up
     in another order.
@@ -232,22 +245,22 @@ def forward(
         logits = logits.contiguous()
     labels = labels.contiguous()
     losses = logits.new_empty(rows, dtype=torch.float32)
-    lse = losses.new_empty(rows)
+    sums = losses.new_empty((rows, 2))
     processors = multiprocessors(logits.device)
     width, step, n_parts, height = _parts_of(rows, columns, processors, logits.dtype, share_rows)
-    sums = (losses.new_empty(rows * n_parts), losses.new_empty(rows * n_parts))
-    centered = losses.new_empty(rows * n_parts) if smooth else sums[0]  # else it is not written
+    parts = (losses.new_empty(rows * n_parts), losses.new_empty(rows * n_parts))
+    centered = losses.new_empty(rows * n_parts) if smooth else parts[0]  # else it is not written
     lengths = 2 * logits.stride(0), 2 * columns
     kinds = (logits.dtype, labels.dtype, padding_idx, smooth)
     _of_sums(*kinds, *step, columns % LANE == 0).launch(
-        (rows, n_parts, 1), (logits, logits, labels, *sums, centered),
+        (rows, n_parts, 1), (logits, logits, labels, *parts, centered),
         (*lengths, width, padding_idx), *lengths, width,
     )  # fmt: skip
     _of_losses(*kinds, height).launch(
-        (rows, 1, 1), (logits, labels, *sums, centered, losses, lse),
+        (rows, 1, 1), (logits, labels, *parts, centered, losses, sums),
         (*lengths, n_parts, float(smoothing), padding_idx), *lengths, n_parts,
     )  # fmt: skip
-    return losses, lse
+    return losses, sums
 
 
 def backward(
@@ -256,7 +269,7 @@ def backward(
     *,
     logits: torch.Tensor,
     labels: torch.Tensor,
-    lse: torch.Tensor,
+    sums: torch.Tensor,
     smoothing: float,
     padding_idx: int,
     out: torch.Tensor | None = None,
@@ -269,11 +282,11 @@ def backward(
     if written.stride(1) != 1:
         written = written.contiguous()
     lengths = dy.stride(0), 2 * logits.stride(0), 2 * written.stride(0), 2 * columns
-    kinds = (logits.dtype, dy.dtype, lse.dtype, labels.dtype, written.dtype, padding_idx)
+    kinds = (logits.dtype, dy.dtype, sums.dtype, labels.dtype, written.dtype, padding_idx)
     block, family = _of_backward(columns, *kinds)
     family.launch(
         (rows, -(-columns // block), 1),
-        (dy, logits, lse.contiguous(), labels.contiguous(), written),
+        (dy, logits, sums.contiguous(), labels.contiguous(), written),
         (*lengths, float(smoothing), padding_idx), *lengths,
     )  # fmt: skip
     return [out if written is out else out.copy_(written)]

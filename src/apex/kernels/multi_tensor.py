@@ -115,10 +115,20 @@ def widened(raw):
 
 
 @triton.jit
+def _dithered(value, seed):
+    """:func:`apex.ops.lists.dither.dithered`, whose bits these are."""
+    bits = value.to(tl.uint32, bitcast=True)
+    noise = (bits ^ seed.to(tl.uint32, bitcast=True)) * 0x85EBCA6B
+    noise = (noise ^ (noise >> 15)) * 0x2545F491
+    rounded = (bits + (noise >> 16)) & 0xFFFF0000
+    return tl.where(value == value, rounded.to(tl.float32, bitcast=True), value)
+
+
+@triton.jit
 def _tile(
     pointers, offsets, mask, index, scalars, seed,
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, STORES: tl.constexpr,
-    SUMS: tl.constexpr, FLAGS: tl.constexpr, MASKED: tl.constexpr,
+    SUMS: tl.constexpr, FLAGS: tl.constexpr, DITHERED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     raw = ()
     for i in tl.static_range(len(pointers)):
@@ -130,10 +140,14 @@ def _tile(
     new = ENCODE(raw, values, UPDATE(values, scalars), index, seed)
     for i in tl.static_range(len(STORES)):
         pointer = pointers[STORES[i][0]] + offsets
+        stored = new[STORES[i][1]]
+        if len(DITHERED) > 0:
+            if DITHERED[STORES[i][0]]:
+                stored = _dithered(stored, seed)
         if MASKED:
-            tl.store(pointer, new[STORES[i][1]], mask=mask)
+            tl.store(pointer, stored, mask=mask)
         else:
-            tl.store(pointer, new[STORES[i][1]])
+            tl.store(pointer, stored)
     sums = ()
     for i in tl.static_range(len(SUMS)):
         if MASKED:
@@ -156,7 +170,7 @@ def list_kernel(
     UPDATE: tl.constexpr, DECODE: tl.constexpr, ENCODE: tl.constexpr, COLUMNS: tl.constexpr,
     STORES: tl.constexpr, SCALARS: tl.constexpr, KINDS: tl.constexpr, SUMS: tl.constexpr,
     LARGEST: tl.constexpr, FLAGS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DITHERED: tl.constexpr,
 ):  # fmt: skip
     """Run ``UPDATE`` over every element of every tensor of the columns.
 
@@ -175,6 +189,7 @@ def list_kernel(
             such as gradients in a bucket.
         CHUNK: Elements of a program, a multiple of BLOCK.
         BLOCK: Elements of a tile.
+        DITHERED: For each column whether it is rounded stochastically; empty for none.
     """
     program = tl.program_id(0).to(tl.int64)
     if noop_ptr is not None:
@@ -202,7 +217,7 @@ def list_kernel(
         for at in range(0, CHUNK, BLOCK):
             sums = _tile(
                 pointers, at + lanes, None, first + at + lanes, scalars, seed,
-                UPDATE, DECODE, ENCODE, STORES, SUMS, FLAGS, False,
+                UPDATE, DECODE, ENCODE, STORES, SUMS, FLAGS, DITHERED, False,
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
@@ -212,7 +227,7 @@ def list_kernel(
         for at in range(0, left, BLOCK):
             sums = _tile(
                 pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,
-                UPDATE, DECODE, ENCODE, STORES, SUMS, FLAGS, True,
+                UPDATE, DECODE, ENCODE, STORES, SUMS, FLAGS, DITHERED, True,
             )  # fmt: skip
             new = ()
             for i in tl.static_range(len(totals)):
@@ -242,7 +257,7 @@ def launch(
     flags: tuple[int, ...] = (),
     kernel: Any = list_kernel,
     more: tuple[Argument, ...] = (),
-    constants: tuple[Any, ...] = (),
+    constants: tuple[Any, ...] = ((),),
 ) -> torch.Tensor | None:
     """Run ``update`` over the columns in one launch.
 
@@ -250,8 +265,8 @@ def launch(
     the columns' sizes, has at least one program; there are a table and a dtype for each column;
     ``update`` is jitted ``(values, scalars) -> new values``; ``names`` are those of the scalars;
     ``codec`` are two jitted functions, columns to values and new values to columns; ``kernel``
-    takes the arguments of `list_kernel`, ``more`` in front of its constants and ``constants``
-    behind them.
+    takes the arguments of `list_kernel` up to ``BLOCK``, ``more`` in front of its constants and
+    ``constants`` behind them.
 
     Returns:
         With ``sums``: float32 ``(len(sums), tensors)``; 0 where ``noop`` is set.

@@ -11,7 +11,6 @@ import torch
 
 from apex.ops._check import ArgumentError
 from apex.ops._function import Applied
-from apex.ops.layers import dense
 from apex.ops.layers import mlp as ops
 
 
@@ -36,12 +35,7 @@ def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tens
         >>> mlp_function(True, 1, x, weight, bias)
         tensor([[2., 0.]])
     """
-    x, weights, biases = ops.parts("mlp_function", bias, activation, args)
-    y = (
-        x if x.dim() == 2 else dense.rows(x)
-    )  # in place on a matrix: on a view autograd would copy gradients
-    y = ops.output_of(y, weights, biases, activation)
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+    return ops.output_of("mlp_function", bias, activation, args)
 
 
 class MlpFunction(Applied):

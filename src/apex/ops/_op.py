@@ -35,7 +35,9 @@ from apex.ops import _batch_invariance, _runtime
 from apex.ops._check import ArgumentError
 from apex.ops._thresholds import Threshold, threshold
 
-UNSURE = object()  #: What :meth:`op.choose` says where more than one tensor has to be looked at.
+UNSURE = object()  #: What ``op.choose`` says where more than one tensor has to be looked at.
+# What torch's functions raise where arguments do not fit together.
+_REFUSALS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 # Each call asks for them: a name of this module takes 30 ns less than an attribute of a package.
 _compiler, _forward_ad = private.compiler, private.forward_ad
 _autocasts = private.is_any_autocast_enabled
@@ -60,9 +62,10 @@ class op:  # lower case, like torch.autocast: used as a function
 
     :mod:`apex.ops._thresholds` says from how many elements on an eager call takes the kernel.
 
-    A schema, a definition and ``grads`` make an operation that has a kernel. Of the other nine
-    options the ones about the backward (``saves``, ``gradient``, ``allocate``) belong together, and
-    those about the path (``kernel``, ``pieces``, ``takes``, ``compiles_to_operator``).
+    A schema, a definition and ``grads`` make an operation that has a kernel. Of the other eleven
+    options the ones about the backward (``saves``, ``gradient``, ``allocate``) belong together,
+    those about the path (``kernel``, ``pieces``, ``takes``, ``compiles_to_operator``), and those of
+    :meth:`usual` (``torchs``, ``fitting``).
 
     Args:
         schema: ``name(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor more)``, without
@@ -82,7 +85,8 @@ class op:  # lower case, like torch.autocast: used as a function
         pieces: Forward and backward where no kernel runs: on a CPU for a first argument of more
             than ``above`` elements, if there is no ``serves(*args)`` that is False; and for all
             that need them (see ``saves``). Without ``above`` for all calls, and no kernel is there.
-            Operators with several results compute by them, too.
+            Operators with several results compute by them, too. ``eager`` are others for eager
+            calls, whose results besides ``y`` the backward does not read.
         autocast: Under ``torch.autocast`` cast tensors to its dtype (``"half"``) or not at all
             (``"leave"``). float64 is never cast.
         contiguous: Whether tensors are made contiguous for the kernel; else it is given any.
@@ -90,9 +94,14 @@ class op:  # lower case, like torch.autocast: used as a function
             elements on this has to be asked: ``(function, least)``.
         compiles_to_operator: Whether ``torch.compile`` for a GPU gets the operator and not the
             definition, which it fuses with what is around. docs/kernels.md has their bytes.
+        torchs: ``torchs(*given) -> y``, for few elements: torch's functions alone, which refuse
+            what does not fit together; ``None`` where others are needed. ``given`` are the
+            arguments of a call, in the operation's order but maybe not all.
+        fitting: ``fitting(*given) -> args``: all arguments of the operation, if plain tensors fit
+            together as they are; else ``None``. It is quick, and may say ``None`` of what is rare.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but three have a default
         self,
         schema: str,
         definition: Callable[..., torch.Tensor],
@@ -107,12 +116,15 @@ class op:  # lower case, like torch.autocast: used as a function
         contiguous: bool = True,
         takes: tuple[Callable[[torch.Tensor], bool], int] = (lambda x: True, sys.maxsize),
         compiles_to_operator: Callable[..., bool] = lambda *args: True,
+        torchs: Callable[..., torch.Tensor | None] = lambda *given: None,
+        fitting: Callable[..., Sequence[Any] | None] = lambda *given: None,
     ) -> None:
-        self.schema = schema
+        self.schema, self.torchs, self.fitting = schema, torchs, fitting
         self.name, arguments, self.results = _parsed(schema)
         #: The operation under `batch_invariant`, if that covers it and has been on; see `_by_row`.
         self.by_row: op | None = None
         self.definition, self.gradient, self.pieces = definition, gradient, pieces
+        self._eager = getattr(pieces, "eager", pieces)
         self.allocate = allocate
         self.grads, self.autocast, self.contiguous = grads, autocast, contiguous
         self.takes, self._asks_from = takes
@@ -148,6 +160,17 @@ class op:  # lower case, like torch.autocast: used as a function
         #: argument.
         function: Any = torch.autograd.Function
         self.compute: Callable[..., torch.Tensor] = super(function, self._function).apply  # type: ignore[misc]
+        #: ``usual(*given)``, what public functions ask first: ``y``, if nothing is unusual. With
+        #: ``None`` they check their arguments one by one, which finds the words for what does not
+        #: fit together, and call the operation with those that do.
+        self.usual: Callable[..., torch.Tensor | None] = functools.partial(
+            self._choose, _REFUSALS, torchs, self._if_usual, _none
+        )
+        #: ``choose(x)``: what computes an eager call whose first argument is ``x``: kernels or
+        #: pieces, which `compute` takes; ``None``: the definition; `UNSURE`: ask the operation.
+        self.choose: Callable[[Any], Any] = functools.partial(
+            self._choose, (), _none, _first, lambda x: UNSURE
+        )
 
     def _find_positions(self) -> None:
         """Turn names into positions among the arguments and, behind them, the results."""
@@ -185,14 +208,23 @@ class op:  # lower case, like torch.autocast: used as a function
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def choose(self, x: Any) -> Any:
-        """What computes an eager call whose first argument is ``x``, if nothing is unusual.
+    def _choose(
+        self,
+        refusals: tuple[type[Exception], ...],
+        few: Callable[..., Any],
+        large: Callable[..., Any],
+        unusual: Callable[..., Any],
+        *given: Any,
+    ) -> Any:
+        """Choose the path of an eager call: what every call asks first.
 
-        Kernels or pieces, which `compute` takes; ``None``: the definition; `UNSURE`: ask
-        :meth:`__call__`. Functions ask this first: one frame of Python and one of torch's, and if
-        all is well with their other arguments nothing else has to be asked. Of few elements the
-        definition is computed whatever transforms and modes there are.
+        It returns what one of three functions does, so that a choice is one frame of Python:
+        ``few(*given)``, or ``None`` after one of the ``refusals``; ``large(implementation,
+        *given)``, with kernels, pieces, or ``None`` for the definition; or ``unusual(*given)``,
+        under autocast, a transform, the compiler or a mode, which has to look at more than the
+        first argument. Of few elements it is ``few`` whatever transforms and modes there are.
         """
+        x = given[0]
         if (
             _compiler.is_dynamo_compiling()
             or _compiler._is_compiling_flag  # torch.export without Dynamo
@@ -200,23 +232,26 @@ class op:  # lower case, like torch.autocast: used as a function
             or type(x) not in _runtime.TENSOR_TYPES
             or (_autocasts() and _runtime.autocasts(x.device.type))
         ):
-            return UNSURE
+            return unusual(*given)
         size = x.numel()
         if type(size) is not int:  # a tensor: jit.trace records sizes
-            return UNSURE
-        small = size < self.threshold.least if x.is_cuda else size <= self._elsewhere.above
-        if small and not _forced:
-            return None
+            return unusual(*given)
+        if not _forced and (
+            size < self.threshold.least if x.is_cuda else size <= self._elsewhere.above
+        ):
+            try:
+                return few(*given)
+            except refusals:
+                return None
         if (
             _is_transformed()
             or _is_wrapped(x)  # what is left of a transform
             or _forward_ad._current_level >= 0
             or _dispatch_modes() > 0
         ):
-            return UNSURE
-        if not size or x.dtype not in _runtime.DTYPES:
-            return None
-        return self.implementation(x, eager=True)
+            return unusual(*given)
+        known = size and x.dtype in _runtime.DTYPES
+        return large(self.implementation(x, eager=True) if known else None, *given)
 
     def implementation(self, x: torch.Tensor, *, eager: bool = False) -> Any:
         """What computes where ``x`` is not small: kernels, pieces; ``None``: the definition.
@@ -233,14 +268,33 @@ class op:  # lower case, like torch.autocast: used as a function
         ):  # late: importing an operation must not import triton
             return sys.modules.get(self._kernel_file) or importlib.import_module(self._kernel_file)
         takes_pieces = (x.is_cpu and not _forced) if eager else self.allocate is not None
-        return self.pieces if self.own_backward or takes_pieces else None
+        if not (self.own_backward or takes_pieces):
+            return None
+        return self._eager if eager else self.pieces
+
+    def _if_usual(self, implementation: Any, *given: Any) -> torch.Tensor | None:
+        """`usual` of more than few elements."""
+        if implementation is None or not self._serves(implementation, given):
+            try:
+                return self.torchs(*given)
+            except _REFUSALS:
+                return None
+        args = self.fitting(*given)
+        if args is None:
+            return None
+        if implementation is self._eager and not torch.is_grad_enabled():
+            return _as_tuple(implementation.forward(*self._dense(args)))[0]
+        return self.compute(*self._split(args, implementation))
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Choose a path and compute ``y``."""
         if _batch_invariance.on and self.by_row is not None:
             return self.by_row(*args)
-        implementation = self.choose(args[0])
-        if implementation is UNSURE or not self._are_plain(args):
+        found: torch.Tensor = self._choose((), self.definition, self._large, self._unusual, *args)
+        return found
+
+    def _large(self, implementation: Any, *args: Any) -> torch.Tensor:
+        if not self._are_plain(args):
             return self._unusual(*args)
         if implementation is None or not self._serves(implementation, args):
             return self.definition(*args)
@@ -264,7 +318,7 @@ class op:  # lower case, like torch.autocast: used as a function
             records = implementation is not None and self._serves(implementation, args)
         return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
 
-    def _split(self, args: tuple[Any, ...], implementation: Any) -> tuple[Any, ...]:
+    def _split(self, args: Sequence[Any], implementation: Any) -> tuple[Any, ...]:
         """Arguments of the function: the tensors, then what computes and the constants in one."""
         count = len(self.tensors)
         return *args[:count], (implementation, *args[count:])
@@ -295,7 +349,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def _serves(self, implementation: Any, args: Sequence[Any]) -> bool:
         """Whether what `choose` says is faster than the definition: pieces may depend on all."""
-        if implementation is not self.pieces or self.own_backward:
+        if implementation is not self._eager or self.own_backward:
             return True
         serves = getattr(self.pieces, "serves", None)
         return serves is None or serves(*args)
@@ -467,6 +521,14 @@ class _Operators:
             outputs = self.operator.redispatch(self.keys, *args)
         self.more = _as_tuple(outputs)[1:]
         return outputs
+
+
+def _none(*_: Any) -> None:
+    """What is answered where others have to be asked."""
+
+
+def _first(implementation: Any, *_: Any) -> Any:
+    return implementation
 
 
 # The device that is current, without a frame of Python. A build for CPUs has no such function.

@@ -53,6 +53,7 @@ from apex.optimizers._step import (
     collected,
     count_steps,
     counted,
+    dither,
     gradients_of,
     launches_of,
     quantized,
@@ -102,7 +103,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             ``"auto"`` is low bits for bfloat16 parameters and plain for the others, and loads
             states of both: :mod:`apex.optimizers._packed`.
         state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
-            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`.
+            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`; or
+            ``"bfloat16"``: moments are bfloat16, rounded stochastically, see
+            :mod:`apex.ops.lists.dither`. Those of float64 parameters stay float64.
         defaults: Of this base alone: values of the group's numbers.
 
     Raises:
@@ -182,6 +185,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checks.choice(self._name, "storage", storage, (*STORAGES, AUTO))
         _checks.choice(self._name, "state", state, eight_bit.STATES)
         self.storage, self._state_form = str(storage), state
+        if state == "bfloat16":
+            self._counts_steps = True  # its random bits are those of the step
         is_chosen = storage is not PLAIN_BY_DEFAULT or torch.bfloat16 in self._mastered
         self._lost = None if is_chosen else LostWatch()
         super().__init__(params, defaults)
@@ -375,7 +380,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 over, partition = sharded and found.every, self._partition
                 factor = clipped(gradients, factor, largest, over=over, partition=partition)
             dense = all(map(_IS_UNIFORM, parts))
-            options = StepOptions(factor=factor, noop=noop, write_grads=write, dense=dense)
+            storage = STORAGES.get(self.storage, PLAIN)  # "auto" chooses for each launch
+            options = StepOptions(
+                factor=factor, noop=noop, write_grads=write, storage=storage, dense=dense
+            )
             launches = chain.from_iterable(map(launches_of, parts))
             self._finish(self._updates(together, launches, options), sharded)
             if copied and not self._writes_grads:
@@ -426,12 +434,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             here = everywhere.get(device)
             if here is None:
                 here = everywhere[device] = _on(options, device)
-            here = here._replace(storage=storage_of(self.storage, launch.columns[1][0].dtype))
+            if self.storage == AUTO:
+                here = here._replace(storage=storage_of(AUTO, launch.columns[1][0].dtype))
             if launch.extra is not None:
                 here = here._replace(extra=launch.extra)
             group = together[number][0].group
             if self._state_form == "8bit":
                 here = here._replace(quantized=quantized(self, launch, self._slots_of(group)))
+            elif self._state_form == "bfloat16":
+                here = here._replace(dither=dither(launch, self._slots_of(group), group["step"]))
             if counters is not None and isinstance(group.get("step"), torch.Tensor):
                 group = counted(together[number], launch, counters)
             yield launch.params, self._update(group, launch, here)
@@ -451,8 +462,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         narrow = narrow and self._state_form == "plain"
         return param.dtype if narrow else torch.promote_types(param.dtype, torch.float32)
 
+    def _kept_dtype(self, slot: str, param: torch.Tensor) -> torch.dtype:
+        """The dtype of a slot that is not quantised to 8 bits."""
+        if self._state_form == "bfloat16" and slot in eight_bit.CODES:
+            return param.dtype if param.dtype == torch.float64 else torch.bfloat16
+        return self._slot_dtype(slot, param)
+
     def _new_slot(self, slot: str, param: torch.Tensor) -> torch.Tensor:
-        dtype = self._slot_dtype(slot, param)
+        dtype = self._kept_dtype(slot, param)
         if slot in self.slot_shapes:
             return param.new_zeros(self.slot_shapes[slot](param), dtype=dtype)
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -199,8 +199,9 @@ def restore(optimizer: Any, loaded: StateDict) -> None:
             if key in (*optimizer.slots, *optimizer._more_state) and isinstance(
                 value, torch.Tensor
             ):
-                keeps = optimizer._keeps_saved_dtypes or key not in optimizer.slots
-                dtype = value.dtype if keeps else optimizer._slot_dtype(key, param)
+                keeps = optimizer._keeps_saved_dtypes and optimizer._state_form != "bfloat16"
+                keeps = keeps or key not in optimizer.slots
+                dtype = value.dtype if keeps else optimizer._kept_dtype(key, param)
                 value = value.detach().to(param.device, dtype, copy=True)
                 entries = optimizer._entries(key, value, param)
                 if key not in entries:
@@ -223,7 +224,7 @@ def _restore_codes(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any]
         for name in names:
             here[name] = state[name].detach().to(param.device, copy=True)
         if not optimizer._is_quantized(slot, param):
-            here[slot] = eight_bit.value_of(here, slot).to(optimizer._slot_dtype(slot, param))
+            here[slot] = eight_bit.value_of(here, slot).to(optimizer._kept_dtype(slot, param))
             for name in names:
                 del here[name]
 
@@ -285,7 +286,7 @@ def to_torch(optimizer: Any) -> StateDict:
             # tensors would be shared
             state = eight_bit.widened(copy.deepcopy(states[number]))
             state = {key: state[key] for key in state if key not in optimizer._more_state}
-            if optimizer._counts_steps:
+            if type(optimizer)._counts_steps:
                 state["step"] = torch.tensor(float(step), device="cpu", dtype=torch.float32)
             states[number] = optimizer._torch_state(state)
         groups.append(optimizer._torch_group(group))

@@ -26,7 +26,7 @@ from apex.ops.lists.quantized import (
 )
 from apex.ops.lists.tensor_lists import local
 
-STATES = ("plain", "8bit")
+STATES = ("plain", "8bit", "bfloat16")
 SMALLEST = 4096  # elements of a tensor whose state is quantised to 8 bits
 CODES: Mapping[str, Code] = {
     "exp_avg": SIGNED,

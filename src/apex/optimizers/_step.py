@@ -23,6 +23,7 @@ import torch
 
 from apex._compat import private
 from apex.ops import _runtime
+from apex.ops.lists.dither import Dither, seed_of
 from apex.ops.lists.placements import placed
 from apex.ops.lists.quantized import Quantized
 from apex.ops.lists.storage import AUTO, STORAGES
@@ -41,6 +42,7 @@ from apex.ops.lists.tensor_lists import (
 from apex.ops.updates.adam import DeviceSteps
 from apex.optimizers import _checks
 from apex.optimizers import _eight_bit as eight_bit
+from apex.optimizers._eight_bit import CODES
 from apex.optimizers._stepped import Stepped
 from apex.optimizers._written import extra_key
 
@@ -470,6 +472,13 @@ def quantized(optimizer: Stepped, launch: Launch, slots: Sequence[str]) -> tuple
             absmax = [optimizer.state[param][eight_bit.absmax_of(slot)] for param in launch.params]
             found.append(Quantized(number, eight_bit.CODES[slot], local_parts(absmax)))
     return tuple(found)
+
+
+def dither(launch: Launch, slots: Sequence[str], step: int | torch.Tensor) -> Dither | None:
+    """The columns of a launch that are in bfloat16, and the seed of this step."""
+    kinds = [(n, launch.columns[n][0].dtype) for n, slot in enumerate(slots, 2) if slot in CODES]
+    columns = tuple(number for number, dtype in kinds if dtype == torch.bfloat16)
+    return Dither(columns, seed_of(step, launch.device)) if columns else None
 
 
 def scalar(value: Any, device: torch.device) -> Scalar:

@@ -343,7 +343,10 @@ class FusedMuon(FusedOptimizer):
         return SLOTS[group["algorithm"]]
 
     def _counted_groups(self) -> Sequence[dict[str, Any]]:
-        return [group for group in self.param_groups if group["algorithm"] == "adam"]
+        groups = self.param_groups
+        if self._state_form == "bfloat16":  # the random bits of matrices need a step, too
+            return groups
+        return [group for group in groups if group["algorithm"] == "adam"]
 
     def _prepare_step(
         self, active: Sequence[GroupGrads], factor: Scalar, noop: torch.Tensor | None

@@ -94,10 +94,10 @@ class FusedSGD(FusedOptimizer):
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, storage=storage, state=state
         )
-        if state == "8bit" and not self._stepped_slots():
+        if state != "plain" and not self._stepped_slots():
             raise ValueError(
-                'FusedSGD: state="8bit" holds momentum buffers, and no group has momentum. Pass a '
-                "momentum, or leave state out."
+                f'FusedSGD: state="{state}" holds momentum buffers, and no group has momentum. '
+                "Pass a momentum, or leave state out."
             )
 
     @functools.cached_property

@@ -125,7 +125,7 @@ MISTAKES = {
     "clipping that does not unscale": changed(
         LOOP,
         "clip-before-unscale",
-        "the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 9.8e-05 and not 0.1",
+        "the norm was {0:.4g}, without the loss scale {1:.4g}; clipped to 9.8e-05 instead of 0.1",
         CLIPS,
         ("fabric.clip_gradients(net, opt, max_norm=0.1)", f"{TRUE}\n    {CLIPS}"),
     ),

@@ -142,7 +142,7 @@ MISTAKES = {
     "a callback that clips before the plug-in unscales": changed(
         LOOP,
         "clip-before-unscale",
-        "the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 9.8e-05 and not 0.1",
+        "the norm was {0:.4g}, without the loss scale {1:.4g}; clipped to 9.8e-05 instead of 0.1",
         CLIPS,
         ("        pass", f"        {TRUE}\n        {CLIPS}"),
     ),
@@ -150,7 +150,7 @@ MISTAKES = {
     "clipping in manual optimization": changed(
         LOOP,
         "clip-before-unscale",
-        "clipped to 9.8e-05 and not 0.1",
+        "clipped to 9.8e-05 instead of 0.1",
         'self.clip_gradients(opt, 0.1, "norm")',
         ("        return loss", BY_HAND),
         (

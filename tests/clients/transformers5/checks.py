@@ -183,7 +183,7 @@ MISTAKES = {
     "a training_step that clips before the Trainer unscales": changed(
         LOOP,
         "clip-before-unscale",
-        "the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 9.8e-05 and not 0.1",
+        "the norm was {0:.4g}, without the loss scale {1:.4g}; clipped to 9.8e-05 instead of 0.1",
         CLIPS,
         ("        return loss", f"        {TRUE}\n        {CLIPS}\n        return loss"),
     ),

@@ -97,7 +97,7 @@ def test_an_engineer_finds_what_is_asked_next(text):
     for fact in ("Thinking Machine CM-5", "2.13.0", "avx512_bf16", "digits-cnn", "sgd",
                  "by the host's clock", "Bonferroni", "FP16 (digits-cnn, batch size 128, 512)",
                  "tokens cannot be halved", "54 trainings", "measured on a GPU only",
-                 "Ours beside torch's autocast", "same arithmetic", "s to target",
+                 "apex beside torch's autocast", "same arithmetic", "s to target",
                  "a seed did not reach it", "inference ms", "mm float32",
                  "Click a heading to sort"):  # fmt: skip
         assert fact in said, fact

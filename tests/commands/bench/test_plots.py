@@ -179,7 +179,7 @@ def test_an_empty_panel_says_why():
     ]
     assert said == [
         "stopped by the time budget",
-        "the time budget had no time for it",
+        "the time budget was too short for it",
         "no level trained to its end beside O0",
     ]
     whole = plots._overview(lines(made.report(), verdicts(made.report())))

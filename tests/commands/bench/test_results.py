@@ -145,7 +145,7 @@ def test_levels_and_batch_sizes_can_be_chosen(files, tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_one_line(files, capsys):
     assert cli.main(["bench", "plot", str(files[0]), "--out", str(files[1])]) == 2
-    assert "is a file, and a folder is needed" in capsys.readouterr().err
+    assert "is a file; name a folder" in capsys.readouterr().err
 
 
 # --- the terminal --------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ def test_the_same_arithmetic_is_said_instead_of_an_accuracy():
     of = made.report()
     found = {(v.row.label, v.other.label): v for v in verdicts(of)}
     assert found["O2", "O0"].same_as == "O1"
-    assert "Its losses are those of O1 to the last bit: see there." in sentences(found["O2", "O0"])
+    assert "Its losses equal O1's to the last bit: see there." in sentences(found["O2", "O0"])
     assert found["O4", "native-bf16"].same
     assert "the same arithmetic" in sentence(found["O4", "native-bf16"])
     assert not any("points" in s for s in sentences(found["O2", "O0"]))
@@ -529,7 +529,7 @@ WORSE = (91.0, 91.2, 91.4)
         (
             {"O4": (FAST, RIGHT, {**SAME, "planned_steps": 80})},
             "bfloat16 (O4) trains 1.95 times as fast here. The time budget cut the trainings to 75 "
-            "% of their steps, too few to speak of quality: run again with a larger `--budget`.",
+            "% of their steps, too few to judge quality: run again with a larger `--budget`.",
         ),
         (  # a cut of less than a tenth is none
             {"O4": (FAST, RIGHT, {**SAME, "planned_steps": 66})},
@@ -757,7 +757,7 @@ def test_no_answer_for_the_seeds_says_what_left_them_out():
     of = of_runs(*two, left_out=2, budget_s=9.0)
     said = "No answer: the time budget left no time for more than 2 of the seeds."
     assert answers(of, verdicts(of)) == [said]
-    said = "CUT to 9 s: no time for 2 more trainings, those of the last seeds"
+    said = "CUT to 9 s: no time for 2 more trainings, of the last seeds"
     assert marks(of) == [said]
     why = "; that took 12 s, as the first steps of all levels do not fit into the budget"
     assert marks(dataclasses.replace(of, seconds=12.0)) == [said + why]

@@ -461,7 +461,7 @@ def test_a_signal_ends_it_like_ctrl_c(number, tmp_path):
         (["--only", "nonsense"], "--only 'nonsense': no check has this in its name"),
         (["--device", "toaster"], "unknown; use cpu, cuda or cuda:N"),
         (["--json", "FOLDER"], "is a folder"),
-        (["--json", "FOLDER/file/f.json"], "is a file, and a folder is needed"),
+        (["--json", "FOLDER/file/f.json"], "is a file; name a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_does_not_end_the_run(tmp_path, monkeypatch, capsys)
     assert main(["selftest", "--device", "cpu", "--json", str(file), "--processes", "0"]) == 1
     shown, told = capsys.readouterr()
     assert "2 checks in " in shown
-    assert f"NOT in {file}: it cannot be written (No space left on device)." in shown
+    assert f"Results NOT saved: {file} cannot be written (No space left on device)." in shown
     assert told.count("cannot be written") == 1
 
 

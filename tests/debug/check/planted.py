@@ -111,7 +111,7 @@ PLANTED["clip_grad_norm"] = Planted(
         "nn.utils.clip_grad_norm_(net.parameters(), 1.0) #!"
     ),
     unscaled("nn.utils.clip"),
-    "step 1: the norm was {0:.4g}, that of the gradients is {1:.4g}; clipped to 0.0039 and not 1 "
+    "step 1: the norm was {0:.4g}, without the loss scale {1:.4g}; clipped to 0.0039 instead of 1 "
     "(8 of 8 steps)",
 )
 PLANTED["clip_grad_value"] = Planted(
@@ -119,7 +119,7 @@ PLANTED["clip_grad_value"] = Planted(
     scaled("clip(net.parameters(), clip_value=0.5) #!", "from torch.nn.utils import "
            "clip_grad_value_ as clip"),
     unscaled("clip(net"),
-    "clipped to 0.002 and not 0.5",
+    "clipped to 0.002 instead of 0.5",
 )  # fmt: skip
 PLANTED["clip_with_total_norm"] = Planted(
     "clip-before-unscale",
@@ -128,7 +128,7 @@ PLANTED["clip_with_total_norm"] = Planted(
         "nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, total) #!"
     ),
     unscaled("total ="),
-    "clipped to 0.0039 and not 1",
+    "clipped to 0.0039 instead of 1",
 )
 PLANTED["clip_by_hand"] = Planted(
     "clip-before-unscale",
@@ -449,7 +449,7 @@ PLANTED["schedule_counts_skipped_steps"] = Planted(
     "scheduler-counts-skipped",
     scheduled(SCHEDULE + " #!"),
     {SCHEDULE: UNSKIPPED},
-    "1 of 2 steps had been skipped: the learning rate was 0.0005 and not 0.001",
+    "1 of 2 steps had been skipped: the learning rate was 0.0005 instead of 0.001",
 )
 PLANTED["schedule_first"] = Planted(
     "scheduler-before-optimizer",

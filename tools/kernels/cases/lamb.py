@@ -42,6 +42,10 @@ def cases() -> Iterator[CompiledCase]:
     )  # fmt: skip
     yield term("fp32 fp32 u8 u8", (0, 0), variant="8 bits")
     yield term(
+        "fp32 fp32 bf16 bf16", (0, 0), variant="bfloat16 moments",
+        dithered=(False, False, True, True),
+    )  # fmt: skip
+    yield term(
         "bf16 bf16 u8 u8 fp32", (0, 0), (4, 0), variant="8 bits", write_only=(4,),
     )  # fmt: skip
     for kind in ("fp32", "fp16", "bf16"):  # the first of two calls, with norms from outside

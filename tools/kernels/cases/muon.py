@@ -33,6 +33,11 @@ def cases() -> Iterator[CompiledCase]:
             muon_average, columns, ((1, 0), (2, 1)), scalars, on_device="factor", write_only=(2,),
             variant="8 bits",
         )  # fmt: skip
+    for columns in ("fp32 bf16 bf16", "bf16 bf16 bf16"):
+        yield case(
+            muon_average, columns, ((1, 0), (2, 1)), scalars, on_device="factor", write_only=(2,),
+            variant="bfloat16 moments", dithered=(False, True, False),
+        )  # fmt: skip
     scalars, half = "decay rate", "bf16 bf16"
     for columns in ("bf16 fp32", "fp32 fp32", half, "bf16 fp16"):
         yield case(muon_move, columns, ((1, 0),), scalars)

@@ -302,7 +302,10 @@ class Pairs:
         """Whether neither weights nor masters have gradients, but for zeros in place of others."""
         if any_grad(self.tensors):
             return False
-        grads = [stored_values(weight.grad) for weight in self.weights if weight.grad is not None]
+        rows = [row for row in self.rows if row[0].grad is not None]
+        if any([master.taken is not None for _, _, master in rows]):
+            return False  # stepped, and nobody cleared it: no look at values, which waits
+        grads = [stored_values(weight.grad) for weight, _, _ in rows if weight.grad is not None]
         return not grads or not any_nonzero(grads)
 
     def keep_untouched(self, stash: Values) -> None:

@@ -157,11 +157,11 @@ class Program:
             say(f"wrote {self._folder}")
             if report.call is not None:
                 file = report.save(self._folder / f"nan{rank}.pt")
-                say(f"apex debug repro {file} shows it again")
+                say(f"apex debug repro {file} runs the operation again")
         except ValueError as error:
-            say(f"no file to show it again: {error}")
+            say(f"did not save the operation: {error}")
         except (OSError, RuntimeError, UsageError) as error:  # the script goes on
-            say(f"not all was written: {error}")
+            say(f"could not write all files: {error}")
         if not self._skip:
             self.watch.stop()  # what comes next follows from this fault
 
@@ -197,11 +197,23 @@ def _follow(lines: Lines) -> list[Callable[[], None]]:
         lines.backward(tensors if one else None, is_plain=is_plain)
         return inner(tensors, *args, **kwargs)
 
+    apply: Any = vars(torch.autograd.Function)["apply"]
+
+    @functools.wraps(apply.__func__)
+    def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return lines.apply(functools.partial(apply.__func__, function), args, kwargs)
+
+    def put_back() -> None:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+
     def compiled(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         lines.stop()
         return inner(*args, **kwargs)
 
     return [
+        put_back,
         around(torch, "compile", compiled),
         register_optimizer_step_post_hook(lambda *_: lines.on()).remove,
         around(torch.optim.Optimizer, "zero_grad", quietly),

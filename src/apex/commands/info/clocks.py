@@ -16,7 +16,8 @@ import torch
 __all__ = ["Call", "CallTime", "clock", "launches", "on_gpu", "take_turns"]
 
 Call = Callable[[], object]
-Name, Found = TypeVar("Name"), TypeVar("Found")
+Name = TypeVar("Name")
+Found = TypeVar("Found")
 
 FLUSH_BYTES = 2**28  # more than any L2 cache has
 TRIES = 3

@@ -178,7 +178,7 @@ def _cuda(found: dict[str, str | None]) -> list[Row]:
         (
             "nvcc",
             f"{nvcc if found['nvcc_path'] else 'not found'} "
-            "(not needed: nothing here is compiled with it)",
+            "(not needed: apex compiles nothing with it)",
         ),
     ]
 

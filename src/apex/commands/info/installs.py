@@ -98,7 +98,7 @@ def _package_advice(packages: Iterable[Found], running: str) -> Iterator[str]:
     for number, package in enumerate(packages):
         if package.where == running:
             continue
-        remedy = "could be imported, too, but this one comes first: uninstall it if it is not used"
+        remedy = "is installed, too; Python imports this one. Uninstall it if you do not use it"
         if number == 0:
             remedy = (
                 "is imported instead of this one if Python starts in this folder: start Python "

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT",
         help='run only checks with this in their name or area, e.g. --only "layer norm, bf16"; '
-        "may be given several times",
+        "you can repeat the option",
     )  # fmt: skip
     parser.add_argument(
         "--all", action="store_true",
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             record.save()
             show(record, time.monotonic() - began, gpu=device.type == "cuda")
             if record.fault:
-                print(f"NOT in {args.json}: it cannot be written ({record.fault}).")
+                print(f"Results NOT saved: {args.json} cannot be written ({record.fault}).")
             else:
                 print(f"Written: {args.json}. Attach it to a problem report.")
     right = (

@@ -41,7 +41,7 @@ class Scaled(CheckRule):
         if scale == 1.0:
             return
         if bare and all(p.scale is None for mark in live for p in mark.passes):
-            sentence = "divides gradients by the loss scale, which this backward() has not: "
+            sentence = "divides gradients by the loss scale; this backward() did not multiply: "
             sentence += str(next(iter(bare.values())).place)
             text = f"gradients are {scale:g} times too small"
             self.facts.tell("step-without-scale", text, size=scale, sentence=sentence)
@@ -111,10 +111,10 @@ class Clipping(CheckRule):
         scale = next((one for mark in marks if (one := mark.scale())), None)
         is_meant = self.facts.asked_late or (self.facts.asked and limit >= _PART * (scale or 1.0))
         if scale and not is_meant:
-            text = f"clipped to {limit / scale:.2g} and not {limit:g}"
+            text = f"clipped to {limit / scale:.2g} instead of {limit:g}"
             if isinstance(norm, torch.Tensor):
                 was = float(norm)
-                text = f"the norm was {was:.4g}, that of the gradients is {was / scale:.4g}; {text}"
+                text = f"the norm was {was:.4g}, without the loss scale {was / scale:.4g}; {text}"
             self.facts.tell("clip-before-unscale", text, size=scale)
 
     def backward_begins(self, roots: list[Any], scales: set[float | None], at: Place) -> None:

@@ -84,7 +84,7 @@ class Schedules(CheckRule):
         meant = rates[max(0, len(rates) - 1 - known.ahead)]
         if not math.isclose(rate, meant, rel_tol=1e-6):
             text = f"{known.ahead} of {count.tried} steps had been skipped: the learning rate was "
-            text += f"{rate:.4g} and not {meant:.4g}"
+            text += f"{rate:.4g} instead of {meant:.4g}"
             self.facts.tell("scheduler-counts-skipped", text, size=known.ahead)
         known.ahead += count.tried > known.tried and count.real == known.real
         known.tried, known.real = count.tried, count.real

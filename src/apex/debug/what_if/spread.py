@@ -71,17 +71,30 @@ def compared(exact: torch.Tensor, found: torch.Tensor, channel: int, form: Forma
     if exact.dim() < -channel or exact.numel() < ROWS * exact.shape[channel] or exact.dim() < 2:
         return None
     others = [one for one in range(exact.dim()) if one != exact.dim() + channel]
-    variance, mean = torch.var_mean(exact, others, correction=0)
-    size, mean = variance.sqrt_(), mean.abs_()
+    # Less its first number a constant channel is 0. torch.var_mean, which does as well, takes 0.65
+    # ms for 128 x 512 on a CPU, and the lines down to "hidden" 0.13.
+    rows, first = exact.numel() // exact.shape[channel], _first(exact, others)
+    a = exact - first
+    around = a.mean(others, keepdim=True)
+    a, mean = a.sub_(around), (first + around).flatten().abs_()
+    squares = a.square().sum(others)
+    size = (squares / rows).sqrt_()
     varies = size > NOISE * mean
     hidden = varies & (size < HIDDEN * torch.finfo(form.result).eps / 2 * mean)
     if not bool(hidden.any()):
         return None
-    a, b = (one.movedim(channel, -1).flatten(0, -2)[:, varies] for one in (exact, found))
-    a, b = a - a.mean(0), b - b.mean(0)
-    error = float((a - b).square().mean().sqrt())
-    norms = (a.norm(dim=0) * b.norm(dim=0)).clamp_(min=1e-30)
-    kept = float(((a * b).sum(0) / norms).nan_to_num_().mean())
-    around = float(mean[hidden].median())
-    step = torch.finfo(form.result).eps * 2.0 ** math.floor(math.log2(around))
-    return Spread(kept, around, float(size[hidden].median()), step, error)
+    b = found - _first(found, others)
+    b = b.sub_(b.mean(others, keepdim=True))
+    norms = (squares * b.square().sum(others)).sqrt_().clamp_(min=1e-30)
+    kept = float(((a * b).sum(others) / norms)[varies].nan_to_num_().mean())
+    error = float((a.sub_(b).square_().sum(others) / rows)[varies].mean().sqrt())
+    middle = float(mean[hidden].median())
+    step = torch.finfo(form.result).eps * 2.0 ** math.floor(math.log2(middle))
+    return Spread(kept, middle, float(size[hidden].median()), step, error)
+
+
+def _first(x: torch.Tensor, others: list[int]) -> torch.Tensor:
+    """The first number of each channel."""
+    for one in others:
+        x = x.narrow(one, 0, 1)
+    return x

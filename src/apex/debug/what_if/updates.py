@@ -33,7 +33,7 @@ class Updates:
         try:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             if not {id(p) for p in stepped if p.requires_grad} <= memo.keys():
-                raise ValueError("it steps weights that the model has not")
+                raise ValueError("it steps weights that are not in the model")
             self.optimizer = copy.deepcopy(optimizer, memo)  # without the hooks on the first
             if type(optimizer).__getstate__ is torch.optim.Optimizer.__getstate__:
                 own = vars(optimizer).keys() - vars(self.optimizer).keys()  # torch leaves them out

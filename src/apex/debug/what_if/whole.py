@@ -75,17 +75,29 @@ class Level:
     whole: Whole | None = None
 
 
+class Alike(NamedTuple):
+    """The cosine between two tensors, and their sizes (2-norms)."""
+
+    cosine: float
+    size: float
+    found: float
+
+
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     """The cosine between two tensors; 1 if both are zero, 0 if one is; -1 if not finite."""
+    return _alike(a, b).cosine
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> Alike:
     a, b = a.flatten(), b.flatten()
     sizes = float(a @ a) ** 0.5, float(b @ b) ** 0.5  # on a CPU a third of vector_norm's time
     if not all(1e-15 < one < 1e15 for one in sizes):  # their squares are beyond float32
         a, b = a.double(), b.double()
         sizes = float(a.norm()), float(b.norm())
     if 0.0 in sizes:
-        return float(sizes[0] == sizes[1])
+        return Alike(float(sizes[0] == sizes[1]), *sizes)
     found = float(a @ b) / sizes[0] / sizes[1]
-    return -1.0 if math.isnan(found) else found
+    return Alike(-1.0 if math.isnan(found) else found, *sizes)
 
 
 _PRODUCTS = ("addmm", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv")
@@ -131,8 +143,9 @@ def compared(exact: SinglePass, found: SinglePass, usual: float) -> Whole:
     """
     both = zip(exact.gradients, found.gradients, strict=True)
     pairs = [(a, b) for a, b in both if a is not None and b is not None and a.dim() > 1]
-    pairs = [(a, b) for a, b in pairs if bool(a.any())] or pairs
-    middle = statistics.median_high([cosine(a, b) for a, b in pairs] or [1.0])
+    alike = [_alike(a, b) for a, b in pairs]
+    alike = [one for one in alike if one.size > 0.0] or alike
+    middle = statistics.median_high([one.cosine for one in alike] or [1.0])
     why = ""
     if not math.isfinite(found.loss):
         why = f"the loss is {found.loss}"
@@ -142,9 +155,8 @@ def compared(exact: SinglePass, found: SinglePass, usual: float) -> Whole:
         why = f"the loss is {found.loss:.3g}, in float32 {exact.loss:.3g}"
     elif middle < COSINE:
         why = f"the median cosine of the weights' gradients to float32's is {middle:.2f}"
-    elif pairs:
-        sizes = [float(b.norm()) / float(a.norm().clamp(1e-30)) for a, b in pairs]
-        size = statistics.median_low(sizes)
+    elif alike:
+        size = statistics.median_low([one.found / max(one.size, 1e-30) for one in alike])
         if not 1 / TIMES < size < TIMES:
             why = f"the weights' gradients are {size:.2g} times as large as in float32"
     return Whole(exact.loss, found.loss, middle, why)

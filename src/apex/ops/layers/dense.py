@@ -139,11 +139,10 @@ def left_to_torch(weight: torch.Tensor, bias: Optional) -> bool:
     return bias.shape[0] == weight.shape[0]  # numbers, unless jit.trace records
 
 
-def fit(x: torch.Tensor, weight: torch.Tensor, bias: Optional, features: int = -1) -> bool:
+def fit(x: torch.Tensor, weight: torch.Tensor, bias: Optional) -> bool:
     """Whether :func:`check` has nothing to say about a layer of plain tensors: the usual case.
 
-    In one frame of Python; `check` takes ten. ``features``: of the layer's input, if it is not
-    ``x`` but what earlier layers make of it.
+    In one frame of Python; `check` takes ten.
     """
     plain = _runtime.TENSOR_TYPES
     if type(x) not in plain or type(weight) not in plain or _tracing_state() is not None:
@@ -155,7 +154,7 @@ def fit(x: torch.Tensor, weight: torch.Tensor, bias: Optional, features: int = -
         weight.dtype == dtype
         and weight.device == device
         and dtype in FLOATS
-        and (x.shape[-1] if features < 0 else features) == shape[1]
+        and x.shape[-1] == shape[1]
         and (
             bias is None
             or (

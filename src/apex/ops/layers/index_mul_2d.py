@@ -29,7 +29,7 @@ from apex.ops._check import (
     traced,
 )
 from apex.ops._dtypes import WIDE
-from apex.ops._op import UNSURE, op
+from apex.ops._op import op
 from apex.ops.norms._scripted import left_to_python
 
 
@@ -41,10 +41,43 @@ def reference(in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor) -> torc
     return (torch.embedding(in1.float(), index.long()) * in2.float()).to(in2.dtype)
 
 
+def _torchs(in2: torch.Tensor, in1: Any, index: Any) -> torch.Tensor | None:
+    """By functions that check devices and numbers of rows."""
+    dtype = in2.dtype
+    if dtype not in WIDE or in1.dtype != dtype or in2.dim() != 2 or index.dtype != torch.int64:
+        return None
+    rows = torch.embedding(in1, index)
+    return rows * in2 if rows.shape == in2.shape else None
+
+
+def _fitting(in2: torch.Tensor, in1: Any, index: Any) -> tuple[torch.Tensor, ...] | None:
+    if type(in1) not in _runtime.TENSOR_TYPES or type(index) is not torch.Tensor:
+        return None
+    if not in1.dim() == in2.dim() == 2 or index.dim() != 1:
+        return None
+    (rows, columns), (size, same), dtype, device = in1.shape, in2.shape, in2.dtype, in2.device
+    return (
+        (in2, in1, index)
+        if (
+            columns == same
+            and index.numel() == size
+            and (rows > 0 or not size)
+            and in1.dtype == dtype
+            and dtype in FLOATS
+            and index.dtype in INTEGERS
+            and in1.device == device
+            and index.device == device
+        )
+        else None
+    )
+
+
 OP = op(
     "index_mul_2d(Tensor in2, Tensor in1, Tensor index) -> Tensor y",
     reference,
     grads=("in2", "in1"),
+    torchs=_torchs,
+    fitting=_fitting,
 )
 
 
@@ -76,57 +109,18 @@ def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, idx1: torch.Tensor) -> to
                 [1., 2.],
                 [3., 4.]])
     """
-    implementation = OP.choose(in2)
-    if implementation is None:
-        try:
-            y = _by_torch(in2, in1, idx1)
-            if y is not None:
-                return y
-        except (AttributeError, IndexError, RuntimeError, TypeError):
-            pass  # below are the words for what does not fit together
-    if implementation is UNSURE or not _fit(in1, in2, idx1):
-        implementation = UNSURE
-        check("index_mul_2d", in1, in2, idx1)
-        if in1.dtype != in2.dtype:
-            dtype = torch.promote_types(in1.dtype, in2.dtype)
-            in1, in2 = in1.to(dtype), in2.to(dtype)
+    y = OP.usual(in2, in1, idx1)
+    if y is not None:
+        return y
+    check("index_mul_2d", in1, in2, idx1)
+    if in1.dtype != in2.dtype:
+        dtype = torch.promote_types(in1.dtype, in2.dtype)
+        in1, in2 = in1.to(dtype), in2.to(dtype)
     try:
-        if implementation is UNSURE:
-            return OP(in2, in1, idx1)
-        if implementation is None:
-            return reference(in2, in1, idx1)
-        return OP.compute(in2, in1, idx1, (implementation,))
+        return OP(in2, in1, idx1)
     except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
         check_index("index_mul_2d", in1, idx1)
         raise
-
-
-def _by_torch(in2: torch.Tensor, in1: Any, index: Any) -> torch.Tensor | None:
-    """Few elements by torch's functions, which check devices and numbers of rows."""
-    dtype = in2.dtype
-    if dtype not in WIDE or in1.dtype != dtype or in2.dim() != 2 or index.dtype != torch.int64:
-        return None
-    rows = torch.embedding(in1, index)
-    return rows * in2 if rows.shape == in2.shape else None
-
-
-def _fit(in1: Any, in2: torch.Tensor, index: Any) -> bool:
-    """Whether :func:`check` has nothing to say about plain tensors of one dtype."""
-    if type(in1) not in _runtime.TENSOR_TYPES or type(index) is not torch.Tensor:
-        return False
-    if not in1.dim() == in2.dim() == 2 or index.dim() != 1:
-        return False
-    (rows, columns), (size, same), dtype, device = in1.shape, in2.shape, in2.dtype, in2.device
-    return (
-        columns == same
-        and index.numel() == size
-        and (rows > 0 or not size)
-        and in1.dtype == dtype
-        and dtype in FLOATS
-        and index.dtype in INTEGERS
-        and in1.device == device
-        and index.device == device
-    )
 
 
 def check(name: str, in1: torch.Tensor, in2: torch.Tensor, index: torch.Tensor) -> None:

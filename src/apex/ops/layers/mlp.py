@@ -36,17 +36,21 @@ def outputs_of(
         yield x
 
 
-def output_of(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[Optional],
-    activation: int,
-) -> torch.Tensor:
-    """The last of :func:`outputs_of`, without a frame of Python for each layer."""
-    activate = _IN_PLACE[activation]
-    for weight, bias in zip(weights, biases, strict=True):
-        x = activate(F.linear(x, weight, bias))
-    return x
+def output_of(name: str, bias: bool, activation: int, args: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The last of :func:`outputs_of`, of the arguments of :func:`parts`, with its errors."""
+    x, weights, biases = _sorted(name, bias, activation, args)
+    try:
+        if all(map(dense.left_to_torch, weights, biases)):
+            y = x if x.dim() == 2 else dense.rows(x)  # of a view autograd would copy gradients
+            activate = _IN_PLACE[activation]
+            for weight, each in zip(weights, biases, strict=True):
+                y = activate(F.linear(y, weight, each))
+            return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+    except (AttributeError, RuntimeError, TypeError):
+        pass  # below are the words for what does not fit together
+    _check(name, x, weights, biases)
+    *_, y = outputs_of(dense.rows(x), weights, biases, activation)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def backward(
@@ -79,6 +83,14 @@ def parts(
     Raises:
         ArgumentError: They do not fit together.
     """
+    found = _sorted(name, bias, activation, args)
+    _check(name, *found)
+    return found
+
+
+def _sorted(
+    name: str, bias: bool, activation: int, args: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[Optional]]:
     count, rest = divmod(len(args) - 1, 2 if bias else 1)
     if count < 1 or rest:
         wanted = "an input, weights and as many biases" if bias else "an input and weights"
@@ -88,15 +100,11 @@ def parts(
         raise ArgumentError(f"{name}: activation is {activation!r}; allowed are {known}.")
     x, weights = args[0], args[1 : count + 1]
     biases: Sequence[Optional] = args[count + 1 :] or [None] * count
-    features = -1
-    for weight, each in zip(weights, biases, strict=True):
-        if not dense.fit(x, weight, each, features):
-            dense.check(
-                name,
-                x,
-                {f"weight_{i}": weight for i, weight in enumerate(weights)},
-                {f"bias_{i}": each for i, each in enumerate(biases)},
-            )
-            break
-        features = weight.shape[0]
     return x, weights, biases
+
+
+def _check(
+    name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[Optional]
+) -> None:
+    by_name = {f"weight_{i}": weight for i, weight in enumerate(weights)}
+    dense.check(name, x, by_name, {f"bias_{i}": each for i, each in enumerate(biases)})

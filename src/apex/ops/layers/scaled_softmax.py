@@ -30,7 +30,7 @@ from apex.ops import _runtime
 from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import WIDE, Optional, wide
-from apex.ops._op import UNSURE, call_on_device, op
+from apex.ops._op import call_on_device, op
 
 MASKED = -10000.0
 _MASKS = (torch.bool, torch.uint8)
@@ -43,13 +43,23 @@ def softmax(z: torch.Tensor, causal: bool, zeros: bool) -> torch.Tensor:
     y = torch.softmax(z, -1)
     # No columns have no largest; a size is a tensor while torch.jit.trace records.
     if zeros and (private.get_tracing_state() is not None or z.shape[-1]):
-        y = y.masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
+        y = _emptied(y, z)
     return y.tril() if causal else y  # a row of nan is 0 there, too
+
+
+def _emptied(y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """``y`` with zeros where the logits of a row are at most `MASKED`."""
+    return y.masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
+
+
+def _causal(z: torch.Tensor) -> torch.Tensor:
+    """:func:`softmax` of a causal row, over ``z``."""
+    return torch.softmax(z.tril_().add_(_above(z)), -1).tril()
 
 
 def _above(z: torch.Tensor, first: int = 0) -> torch.Tensor:
     """``-inf`` above the diagonal, where a causal row does not look, else 0."""
-    return z.new_full(z.shape[-2:], -torch.inf).triu(1 + first)
+    return z.new_full(z.shape[-2:], -torch.inf).triu_(1 + first)
 
 
 def _masked(mask: Optional) -> Optional:
@@ -137,6 +147,49 @@ def _backward(
     return gradient(dy, y, scale, causal) if causal and dx[..., 0].isnan().any() else [dx]
 
 
+def _torchs(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor | None:
+    """By the functions of :func:`reference`, which refuse what does not broadcast."""
+    dims, dtype = x.dim(), x.dtype
+    if dtype not in FLOATS or dims < 2 or not x.numel():
+        return None
+    z = x * scale if dtype in WIDE else x.float() * scale
+    if mask is None:
+        if causal and x.shape[-2] != x.shape[-1]:
+            return None
+        y = _causal(z) if causal else torch.softmax(z, -1)
+    else:
+        if causal or type(mask) is not torch.Tensor or not mask.dim() == dims <= 4:
+            return None
+        if mask.device != x.device:
+            return None
+        if mask.dtype == torch.uint8:
+            mask = mask == 1
+        elif mask.dtype != torch.bool:
+            return None
+        y = _emptied(torch.softmax(z.masked_fill_(mask, MASKED), -1), z)
+    return y if dtype in WIDE else y.to(dtype)
+
+
+def _fitting(
+    x: torch.Tensor, mask: Any, scale: float, causal: bool
+) -> tuple[torch.Tensor, Optional, float, bool] | None:
+    shape, dims = x.shape, x.dim()
+    if dims < 2 or x.dtype not in FLOATS or (causal and shape[-2] != shape[-1]):
+        return None
+    if mask is not None:
+        if not (
+            type(mask) is torch.Tensor
+            and mask.dtype in _MASKS
+            and mask.device == x.device
+            and mask.dim() == dims <= 4
+        ):
+            return None
+        for size, whole in zip(mask.shape, shape, strict=True):
+            if size not in (1, whole):
+                return None
+    return x, mask, scale, causal
+
+
 OP = op(
     "scaled_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor y",
     reference,
@@ -148,6 +201,8 @@ OP = op(
     contiguous=False,  # a mask is read as it lies in memory
     # The kernels count rows in 32 bits.
     takes=(lambda x: x.numel() < 2**30 * max(1, x.shape[-1]), 2**30),
+    torchs=_torchs,
+    fitting=_fitting,
 )
 by_row(OP, reference, pad_mask=True)
 
@@ -156,67 +211,12 @@ def scaled_softmax(
     x: torch.Tensor, mask: Optional, scale: float, causal: bool = False, *, name: str
 ) -> torch.Tensor:
     """Check the arguments for the function ``name`` and compute."""
-    implementation = OP.choose(x)
-    if implementation is None:
-        try:
-            y = _by_torch(x, mask, float(scale), causal)
-            if y is not None:
-                return y
-        except (AttributeError, RuntimeError, TypeError):
-            pass  # below are the words for what does not fit together
-    if implementation is not UNSURE and _fit(x, mask, causal):
-        if implementation is None:
-            return reference(x, mask, float(scale), causal)
-        return OP.compute(x, mask, (implementation, float(scale), causal))
+    scale = float(scale)
+    y = OP.usual(x, mask, scale, causal)
+    if y is not None:
+        return y
     check(name, x, mask, causal)
-    return OP(x, mask, float(scale), causal)
-
-
-def _by_torch(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Tensor | None:
-    """Few elements by the functions of :func:`reference`, which refuse what does not broadcast.
-
-    ``None``: what takes more to check or to compute.
-    """
-    shape, dims, dtype = x.shape, x.dim(), x.dtype
-    if dtype not in FLOATS or dims < 2 or not x.numel():
-        return None
-    z = x * scale if dtype in WIDE else x.float() * scale
-    if mask is None:
-        if causal and shape[-2] != shape[-1]:
-            return None
-        y = softmax(z, True, False) if causal else torch.softmax(z, -1)
-    else:
-        if causal or type(mask) is not torch.Tensor or not mask.dim() == dims <= 4:
-            return None
-        if mask.dtype == torch.uint8:
-            mask = mask == 1
-        elif mask.dtype != torch.bool:
-            return None
-        z = torch.where(mask, MASKED, z)
-        if z.shape != shape:
-            return None
-        y = torch.softmax(z, -1).masked_fill(z.amax(-1, keepdim=True) <= MASKED, 0.0)
-    return y if dtype in WIDE else y.to(dtype)
-
-
-def _fit(x: torch.Tensor, mask: Any, causal: bool) -> bool:
-    """Whether plain tensors fit together, so that :func:`check` passes."""
-    shape, dims = x.shape, x.dim()
-    if dims < 2 or x.dtype not in FLOATS or (causal and shape[-2] != shape[-1]):
-        return False
-    if mask is None:
-        return True
-    if not (
-        type(mask) is torch.Tensor
-        and mask.dtype in _MASKS
-        and mask.device == x.device
-        and mask.dim() == dims <= 4
-    ):
-        return False
-    for size, whole in zip(mask.shape, shape, strict=True):  # noqa: SIM110  `all` has 6 frames
-        if size not in (1, whole):
-            return False
-    return True
+    return OP(x, mask, scale, causal)
 
 
 def check(

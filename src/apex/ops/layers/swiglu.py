@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._by_row import by_row
-from apex.ops._check import FLOATS, check_shape, check_tensors
-from apex.ops._dtypes import WIDE, wide
-from apex.ops._op import UNSURE, op
+from apex.ops._check import check_shape, check_tensors
+from apex.ops._dtypes import NARROW, WIDE, wide
+from apex.ops._op import op
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -27,12 +27,44 @@ def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate.to(to)) * up.to(to)).to(gate.dtype)
 
 
+def _torchs(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
+    dtype = gate.dtype
+    if (
+        type(up) not in _runtime.TENSOR_TYPES
+        or up.dtype is not dtype
+        or up.is_cpu is not gate.is_cpu  # a number on a CPU torch would take
+        or up.shape != gate.shape
+    ):
+        return None
+    y: torch.Tensor | None = None
+    if dtype in WIDE:
+        y = private.silu(gate) * up  # what F.silu calls
+    elif dtype in NARROW:
+        y = (private.silu(gate.float()) * up.float()).to(dtype)
+    return y
+
+
+def _fitting(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    return (
+        (gate, up)
+        if (
+            type(up) in _runtime.TENSOR_TYPES
+            and up.dtype == gate.dtype
+            and up.device == gate.device
+            and up.shape == gate.shape
+        )
+        else None
+    )
+
+
 OP = op(
     "swiglu(Tensor gate, Tensor up) -> Tensor y",
     reference,
     grads=("gate", "up"),
     autocast="half",
     compiles_to_operator=lambda *args: False,
+    torchs=_torchs,
+    fitting=_fitting,
 )
 
 
@@ -97,19 +129,9 @@ by_row(OP, _invariant, pieces=SimpleNamespace(forward=_forward, backward=_backwa
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Check the arguments, bring them to one dtype and compute."""
-    implementation = OP.choose(gate)
-    if (
-        implementation is not UNSURE
-        and type(up) in _runtime.TENSOR_TYPES
-        and up.dtype == gate.dtype
-        and up.device == gate.device
-        and up.shape == gate.shape
-        and gate.dtype in FLOATS
-    ):
-        if implementation is not None:
-            return OP.compute(gate, up, (implementation,))
-        # What F.silu calls.
-        return private.silu(gate) * up if gate.dtype in WIDE else reference(gate, up)
+    y = OP.usual(gate, up)
+    if y is not None:
+        return y
     tensors = {"gate": gate, "up": up}
     check_tensors("swiglu", tensors, floating=tensors, required=tensors)
     if up.shape != gate.shape:

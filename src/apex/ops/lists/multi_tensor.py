@@ -31,6 +31,7 @@ import torch
 
 from apex.kernels._tables import Table
 from apex.ops import _runtime
+from apex.ops.lists.dither import Dither, dithered
 from apex.ops.lists.pointer_tables import TABLES
 from apex.ops.lists.quantized import (
     BLOCK,
@@ -81,12 +82,14 @@ class Codec:
         kernel: The same for Triton: ``"module:decode,encode"`` in ``apex.kernels``.
         quantized: Columns kept in 8 bits. The others see them as float32; ``flags`` and
             ``largest`` are not for calls that have some.
+        dither: Columns in bfloat16 that are rounded stochastically; not together with the others.
     """
 
     decode: Callable[[Values], Values]
     encode: Callable[[Values, Values, Values], Values]
     kernel: str
     quantized: tuple[Quantized, ...] = ()
+    dither: Dither | None = None
 
 
 def widen(raw: Values) -> Values:
@@ -168,6 +171,8 @@ def run(  # noqa: PLR0913 - one launch; all but four have a default
     if not columns[0]:
         return torch.zeros(len(sums), 0, device="cpu", dtype=torch.float32) if sums else None
     flags = flags if flag is not None else ()
+    if codec.dither is not None and seed is None:
+        seed = codec.dither.seed
     call = _Call(
         update, columns, stores, scalars, noop, sums, codec, seed, flag, flags, largest, dense,
         also,
@@ -272,6 +277,7 @@ def _step(
     columns = raw[: len(call.columns)]
     absmaxes = zip(call.codec.quantized, raw[len(columns) :], strict=True)
     quantized = {one.column: (absmax, one.code) for one, absmax in absmaxes}
+    in_bfloat16 = call.codec.dither.columns if call.codec.dither else ()
     raw = tuple(
         dequantize(x, *quantized[number]) if number in quantized else x
         for number, x in enumerate(columns)
@@ -286,6 +292,8 @@ def _step(
         if column in quantized:
             absmax, code = quantized[column]
             pairs = zip((columns[column], absmax), quantize(new[result], code), strict=True)
+        elif column in in_bfloat16 and call.seed is not None:
+            pairs = [(columns[column], dithered(new[result], call.seed))]
         for stored, value in pairs:
             value = value.to(stored.dtype)
             stored.copy_(value if skip is None else torch.where(skip, stored, value))
@@ -365,6 +373,8 @@ def _fused(call: _Call) -> torch.Tensor | None:
         absmax = [one.absmax for one in quantized]
         columns, written = [*columns, *absmax], written + absmax
     layout, tables = TABLES.of_launch(sizes, columns, device)
+    if call.codec.dither is not None:
+        more["constants"] = (tuple(n in call.codec.dither.columns for n in range(len(columns))),)
     if quantized:
         more = _of_codes(call, shapes, tables[len(call.columns) :])
     # Autograd does not see what kernels write; a tensor saved for backward needs a new version.

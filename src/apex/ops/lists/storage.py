@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 
+from apex.ops.lists.dither import Dither
 from apex.ops.lists.multi_tensor import Codec, Update, Values, run
 from apex.ops.lists.quantized import Quantized
 from apex.ops.lists.tensor_lists import Scalar, TensorList
@@ -65,9 +66,11 @@ class Storage:
     seeded: bool = False
     write: Callable[..., None] | None = None
 
-    def codec(self, quantized: tuple[Quantized, ...] = ()) -> Codec:
+    def codec(self, quantized: tuple[Quantized, ...] = (), dither: Dither | None = None) -> Codec:
         """How columns are stored: gradients, weights, states, what is stored with weights."""
-        return replace(self._codec, quantized=quantized) if quantized else self._codec
+        if not quantized and dither is None:
+            return self._codec
+        return replace(self._codec, quantized=quantized, dither=dither)
 
     @functools.cached_property
     def _codec(self) -> Codec:
@@ -198,6 +201,7 @@ class StepOptions(NamedTuple):
         dense: Whether no position is odd, known before, see
             :func:`apex.ops.lists.tensor_lists.odd_positions`.
         quantized: The states that are quantised to 8 bits.
+        dither: The states in bfloat16 that are rounded stochastically.
     """
 
     factor: Scalar = 1.0
@@ -207,6 +211,7 @@ class StepOptions(NamedTuple):
     extra: TensorList | None = None
     dense: bool = False
     quantized: tuple[Quantized, ...] = ()
+    dither: Dither | None = None
 
 
 DEFAULT_OPTIONS = StepOptions()
@@ -250,8 +255,8 @@ def run_stored(
         seed = torch.randint(0, 1 << 31, (), dtype=torch.int32, device=device)
     run(
         update, columns, stores, scalars, noop=options.noop,
-        codec=options.storage.codec(options.quantized), seed=seed, dense=options.dense,
-        also=None if told else (),
+        codec=options.storage.codec(options.quantized, options.dither), seed=seed,
+        dense=options.dense, also=None if told else (),
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from apex.ops import _runtime
 from apex.ops._check import INTEGERS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import wide
-from apex.ops._op import UNSURE, op
+from apex.ops._op import op
 
 IGNORED = -2  # the target of anchors that do not count
 
@@ -59,44 +59,18 @@ def reference(
     return (sums * counts).sum() / num_positives.to(to).reshape(())
 
 
-OP = op(
-    "focal_loss(Tensor logits, Tensor targets, Tensor num_positives, int classes, float alpha,"
-    " float gamma, float smoothing) -> Tensor loss",
-    reference,
-    grads=("logits",),
-    compiles_to_operator=lambda *args: False,
-)
-
-
-def focal_loss(
-    cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor, num_positives_sum: torch.Tensor,
-    num_real_classes: int, alpha: float, gamma: float, label_smoothing: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
-    """Check the arguments, see `apex.contrib.focal_loss.focal_loss`, and compute."""
-    tensors = (cls_output, cls_targets_at_level, num_positives_sum)
-    constants: Any = (num_real_classes, alpha, gamma, label_smoothing)
-    implementation = OP.choose(cls_output)
-    if implementation is None or implementation is UNSURE or not _fit(*tensors, *constants):
-        return OP(*checked("focal_loss", *tensors, *constants))
-    if cls_targets_at_level.is_cpu:
-        targets = cls_targets_at_level.reshape(-1).long()
-        _check_targets("focal_loss", targets, num_real_classes)
-    return OP.compute(*tensors, (implementation, *constants))
-
-
-def _fit(
+def _fitting(
     logits: torch.Tensor, targets: Any, num_positives: Any, classes: Any, alpha: Any, gamma: Any,
     smoothing: Any,
-) -> bool:  # fmt: skip
-    """Whether :func:`checked` has nothing to say about what programs usually pass."""
+) -> tuple[Any, ...] | None:  # fmt: skip
     if not (
         type(targets) is type(num_positives) is torch.Tensor
         and type(classes) is int
         and type(alpha) is type(gamma) is type(smoothing) is float
     ):
-        return False
+        return None
     *shape, columns = logits.shape
-    return (
+    if not (
         targets.dtype in INTEGERS
         and num_positives.dtype in _runtime.DTYPES
         and num_positives.numel() == 1
@@ -106,7 +80,34 @@ def _fit(
         and 0.0 <= smoothing <= 1.0
         and 0.0 <= gamma < math.inf
         and targets.device == num_positives.device == logits.device
-    )
+    ):
+        return None
+    if targets.is_cpu:
+        _check_targets("focal_loss", targets.reshape(-1).long(), classes)
+    return logits, targets, num_positives, classes, alpha, gamma, smoothing
+
+
+OP = op(
+    "focal_loss(Tensor logits, Tensor targets, Tensor num_positives, int classes, float alpha,"
+    " float gamma, float smoothing) -> Tensor loss",
+    reference,
+    grads=("logits",),
+    compiles_to_operator=lambda *args: False,
+    fitting=_fitting,
+)
+
+
+def focal_loss(
+    cls_output: torch.Tensor, cls_targets_at_level: torch.Tensor, num_positives_sum: torch.Tensor,
+    num_real_classes: int, alpha: float, gamma: float, label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Check the arguments, see `apex.contrib.focal_loss.focal_loss`, and compute."""
+    args: Any = (
+        cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma,
+        label_smoothing,
+    )  # fmt: skip
+    y = OP.usual(*args)
+    return OP(*checked("focal_loss", *args)) if y is None else y
 
 
 def checked(

@@ -56,10 +56,8 @@ def reference(
     ignore_index: int, reduction: str, *_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the definition, with all logits in memory."""
-    return F.cross_entropy(
-        F.linear(x, weight, bias).to(wide(x)), targets.long(), reduction=reduction,
-        label_smoothing=smoothing, ignore_index=ignore_index,
-    )  # fmt: skip
+    losses = rows_op.losses(F.linear(x, weight, bias), targets, smoothing, ignore_index)
+    return _reduced(losses, targets, ignore_index, reduction)
 
 
 def _reduced(
@@ -79,11 +77,11 @@ def _allocate(
     ignore_index: int, reduction: str, chunk_size: int, wanted: Sequence[bool],
     acc_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Loss, ``lse`` and gradients, to be rounded; those that nobody wants have no element."""
-    lse, to = x.new_empty(x.shape[:1], dtype=wide(x)), wide(weight)
+    """Loss, ``sums`` and gradients, to be rounded; those that nobody wants have no element."""
+    sums, to = x.new_empty((len(x), 2), dtype=wide(x)), wide(weight)
     return (
-        torch.empty_like(lse) if reduction == "none" else lse.new_empty(()),
-        lse,
+        sums.new_empty(x.shape[:1] if reduction == "none" else ()),
+        sums,
         x.new_empty(x.shape if wanted[0] else (0,)),
         weight.new_empty(weight.shape if wanted[1] else (0,), dtype=acc_dtype or to),
         weight.new_empty(weight.shape[:1] if wanted[2] else (0,), dtype=to),
@@ -93,13 +91,13 @@ def _allocate(
 def _computed(
     needs: Sequence[bool], *, x: torch.Tensor, weight: torch.Tensor, bias: Optional,
     targets: torch.Tensor, smoothing: float, ignore_index: int, chunk_size: int,
-    acc_dtype: torch.dtype | None, dy: Optional = None, lse: Optional = None,
+    acc_dtype: torch.dtype | None, dy: Optional = None, sums: Optional = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Losses and ``lse``, unless that is given, and gradients, if there is one number ``dy`` a row.
+    """Losses and ``sums``, unless these are given, and gradients, if there is a ``dy`` per row.
 
     Gradients of weight and bias are to be rounded.
     """
-    losses, new_lse, dx, dweight, dbias = _allocate(
+    losses, new_sums, dx, dweight, dbias = _allocate(
         x, weight, bias, targets, smoothing, ignore_index, "none", chunk_size, needs, acc_dtype
     )
     dweight.zero_()
@@ -108,11 +106,11 @@ def _computed(
     for rows, logits in pieces(x, weight, bias, chunk_size, acc_dtype is not None):
         given: Any = {"logits": logits, "labels": targets[rows], "smoothing": smoothing}
         given["padding_idx"] = ignore_index
-        if lse is None:
-            losses[rows], new_lse[rows] = loss.forward(**given)
+        if sums is None:
+            losses[rows], new_sums[rows] = loss.forward(**given)
         if dy is None:
             continue
-        given["lse"] = (new_lse if lse is None else lse)[rows]
+        given["sums"] = (new_sums if sums is None else sums)[rows]
         [slope] = loss.backward(dy[rows], [True], **given, out=logits)
         if needs[0]:
             torch.mm(slope, weight, out=dx[rows])
@@ -120,7 +118,7 @@ def _computed(
             dense.add_product(dweight, slope, x[rows])
         if needs[2]:
             dbias.add_(slope.sum(0, dtype=dbias.dtype))
-    return losses, new_lse, dx, dweight, dbias
+    return losses, new_sums, dx, dweight, dbias
 
 
 def _forward(
@@ -155,7 +153,7 @@ def _backward(
         shapes = (rest["x"].shape, rest["weight"].shape, rest["weight"].shape[:1])
         kept = zip(found, shapes, needs, strict=True)
         if any(need and t.shape != shape for t, shape, need in kept):  # given away
-            again = {key: t for key, t in rest.items() if key != "lse"}
+            again = {key: t for key, t in rest.items() if key != "sums"}
             found = [*_forward(**again, reduction=reduction, wanted=needs)[2:]]
         # In one dimension: a 0-dim factor would be rounded to 16 bits.
         scale, factor = _scaled_in_place if in_place else _scaled, dy.reshape(1)
@@ -183,7 +181,7 @@ def _scaled_in_place(kept: torch.Tensor, factor: torch.Tensor, dtype: torch.dtyp
 OP = op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, float smoothing, "
     "int ignore_index, str reduction, int chunk_size, bool[] wanted, ScalarType? acc_dtype)"
-    " -> (Tensor loss, Tensor lse, Tensor dx, Tensor dweight, Tensor dbias)",
+    " -> (Tensor loss, Tensor sums, Tensor dx, Tensor dweight, Tensor dbias)",
     reference,
     grads=("x", "weight", "bias"),
     allocate=_allocate,
@@ -371,7 +369,7 @@ def _refusing_labels(function: Callable[..., torch.Tensor], *args: Any) -> torch
     """Call it; where an index is out of range say which row and what is allowed."""
     try:
         return function(*args)
-    except IndexError:
+    except (IndexError, RuntimeError):
         weight, targets, ignore_index = args[1], args[3], args[5]
         rows_op.check_labels("linear_cross_entropy", targets, weight.shape[0], ignore_index)
         raise

@@ -212,8 +212,8 @@ def loss_rows(
 
 def logsumexp(x: Tensor, labels: Tensor) -> Tensor:
     """Of each row of logits, 0 where the label is ``PADDING``."""
-    lse: Tensor = cross_entropy.OP.operator(x.detach(), labels, 0.0, PADDING)[1]
-    return lse
+    sums: Tensor = cross_entropy.OP.operator(x.detach(), labels, 0.0, PADDING)[1]
+    return sums[:, 0]
 
 
 def alignments(
@@ -275,7 +275,9 @@ def gradient(
         to_blank, to_label = (
             d - both * score.exp() for d, score in zip((to_blank, to_label), scores, strict=True)
         )
-        dx: Tensor = cross_entropy.OP.backward_operator(-both, [True], x, labels, lse, 0.0, PADDING)
+        sums = F.pad(lse[:, None], (0, 1))  # without a sum for the label, which is written below
+        known = (x, labels, sums, 0.0, PADDING)
+        dx: Tensor = cross_entropy.OP.backward_operator(-both, [True], *known)
     else:
         dx = torch.zeros_like(x)
     # These two are written and not added: in 16 bits a sum would lose the digits that cancel.

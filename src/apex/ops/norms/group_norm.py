@@ -35,7 +35,7 @@ from apex._compat import private
 from apex.ops import _runtime
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
-from apex.ops._op import UNSURE, op
+from apex.ops._op import op
 
 _is_transformed = private.are_functorch_transforms_active
 ACTIVATIONS = {None: False, "": False, "silu": True, "swish": True}
@@ -200,6 +200,64 @@ _PIECE = 2**18
 # with channels last: 2 x 64 x 16 x 16 1.4, 1.5, 2.7; 2 x 128 x 32 x 32 0.5, 0.8, 1.0.
 _PIECES = SimpleNamespace(forward=_forward, backward=_backward, above=2**17, serves=_serves)
 
+# -- what public calls ask first -------------------------------------------------------------------
+
+
+def _torchs(
+    x: torch.Tensor, weight: Any, bias: Any, groups: int, eps: float, silu: bool
+) -> torch.Tensor | None:
+    """By functions that check sizes themselves, of tensors of one dtype."""
+    dtype = x.dtype
+    if (
+        (weight is not None and weight.dtype != dtype)
+        or (bias is not None and (weight is None or bias.dtype != dtype))
+        or not x.numel()
+    ):
+        return None
+    if dtype in WIDE and x.is_contiguous():
+        y = torch.group_norm(x, groups, weight, bias, eps)
+        return private.silu(y) if silu else y  # what F.silu calls
+    if dtype not in FLOATS:
+        return None
+    last = not x.is_contiguous()
+    if last and (
+        _is_transformed()  # vmap knows no memory format
+        or not channels_last(x)
+        or (x.is_cpu and x.numel() > _PIECES.above)  # `_PIECES` compute it in the definition
+    ):
+        return None
+    # Copies, as a GPU's function makes too: for a CPU's gradient see the top of this file.
+    z = x.to(wide(x), memory_format=torch.contiguous_format) if last else x.float()
+    if dtype in NARROW:
+        weight = None if weight is None else weight.float()
+        bias = None if bias is None else bias.float()
+    y = torch.group_norm(z, groups, weight, bias, eps)
+    layout = FORMATS[x.dim()] if last else torch.contiguous_format
+    if last and (silu or dtype in WIDE):  # the gradient of SiLU would read the other layout across
+        y = y.contiguous(memory_format=layout)
+    y = private.silu(y) if silu else y
+    if dtype in WIDE:
+        return y
+    return y.to(dtype, memory_format=layout) if last else y.to(dtype)
+
+
+def _fitting(
+    x: torch.Tensor, weight: Any, bias: Any, groups: Any, eps: float, silu: bool
+) -> tuple[Any, ...] | None:
+    if not (type(groups) is int and groups > 0 and x.dim() > 1 and x.dtype in FLOATS and x.numel()):
+        return None
+    channels, device = x.shape[1], x.device
+    for tensor in (weight, bias):
+        if tensor is not None and not (
+            type(tensor) in _runtime.TENSOR_TYPES
+            and tensor.dtype in FLOATS
+            and tensor.device == device
+            and tensor.shape == (channels,)
+        ):
+            return None
+    return None if channels % groups else (x, weight, bias, groups, float(eps), silu)
+
+
 OP = op(
     "group_norm(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, bool silu) -> "
     "(Tensor y, Tensor stats)",
@@ -209,6 +267,8 @@ OP = op(
     pieces=_PIECES,
     contiguous=False,
     takes=(channels_last, 0),
+    torchs=_torchs,
+    fitting=_fitting,
 )
 
 
@@ -241,102 +301,13 @@ def group_norm(
         raise ArgumentError(
             f"group_norm: act is {act!r}; allowed are 'silu', 'swish', '' and None."
         )
-    implementation, silu = OP.choose(x), ACTIVATIONS[act]
-    in_pieces = implementation is _PIECES
-    if implementation is None or in_pieces:
-        try:
-            y = _by_torch(x, groups, weight, bias, eps, silu, in_pieces)
-            if y is not None:
-                return y
-        except (AttributeError, IndexError, RuntimeError, TypeError):
-            pass  # below are the words for what does not fit together
-    if implementation is not UNSURE and _fit(x, groups, weight, bias):
-        if implementation is None:
-            return _definition(x, weight, bias, groups, float(eps), silu)
-        if in_pieces:
-            return _by_pieces(x, weight, bias, groups, float(eps), silu)
-        return OP.compute(x, weight, bias, (implementation, groups, float(eps), silu))
+    silu = ACTIVATIONS[act]
+    y = OP.usual(x, weight, bias, groups, eps, silu)
+    if y is not None:
+        return y
     groups = int(groups)
     check("group_norm", x, groups, weight, bias)
     return OP(x, weight, bias, groups, float(eps), silu)
-
-
-def _by_torch(
-    x: torch.Tensor, groups: int, weight: Any, bias: Any, eps: float, silu: bool, in_pieces: bool
-) -> torch.Tensor | None:
-    """A norm by torch's functions, which check sizes themselves, if it is theirs alone.
-
-    ``in_pieces``: whether it is large enough for `_PIECES`, if they serve.
-    """
-    dtype = x.dtype
-    narrow, last = dtype in NARROW, in_pieces and not x.is_contiguous() and _is_taken(x)
-    if (in_pieces and narrow and not silu) or (last and (narrow or torch.is_grad_enabled())):
-        return None
-    if (
-        (weight is not None and weight.dtype != dtype)
-        or (bias is not None and (weight is None or bias.dtype != dtype))
-        or not x.numel()
-    ):
-        return None
-    if narrow:
-        return _by_torch_widened(x, groups, weight, bias, eps, silu)
-    if dtype not in WIDE:
-        return None
-    if last or x.is_contiguous():  # the kernel for channels last is well where it has no gradient
-        y = torch.group_norm(x, groups, weight, bias, eps)
-    elif channels_last(x) and not _is_transformed():  # vmap knows no memory format
-        # Copies, as a GPU's function makes too: for a CPU's gradient see the top of this file.
-        y = torch.group_norm(x.contiguous(), groups, weight, bias, eps)
-        y = y.contiguous(memory_format=FORMATS[x.dim()])
-    else:
-        return None
-    return private.silu(y) if silu else y  # what F.silu calls
-
-
-def _by_torch_widened(
-    x: torch.Tensor, groups: int, weight: Optional, bias: Optional, eps: float, silu: bool
-) -> torch.Tensor | None:
-    """The same for 16 bits."""
-    last = not x.is_contiguous()
-    if last and (_is_transformed() or not channels_last(x)):
-        return None
-    layout = FORMATS[x.dim()] if last else torch.contiguous_format
-    z = x.to(torch.float32, memory_format=torch.contiguous_format) if last else x.float()
-    weight = None if weight is None else weight.float()
-    y = torch.group_norm(z, groups, weight, None if bias is None else bias.float(), eps)
-    if silu:  # in the result's layout: its gradient would read the other one across
-        y = private.silu(y.contiguous(memory_format=layout) if last else y)
-    return y.to(x.dtype, memory_format=layout) if last else y.to(x.dtype)
-
-
-def _by_pieces(
-    x: torch.Tensor, weight: Optional, bias: Optional, groups: int, eps: float, silu: bool
-) -> torch.Tensor:
-    """A large norm on a CPU, if they serve; without a graph the kernel alone."""
-    z = x.to(wide(x)) if silu else x
-    if not _serves(z, weight, bias, groups, eps, False):
-        return _definition(x, weight, bias, groups, eps, silu)
-    if torch.is_grad_enabled():
-        y = OP.compute(z, weight, bias, (_PIECES, groups, eps, False))
-    else:
-        y = _normalized(z, weight, bias, groups, eps, False)[0]
-    return _like(private.silu(y) if silu else y, x)
-
-
-def _fit(x: torch.Tensor, groups: Any, weight: Any, bias: Any) -> bool:
-    """Whether plain tensors with pixels fit together, so that :func:`check` passes."""
-    if not (type(groups) is int and groups > 0 and x.dim() > 1 and x.dtype in FLOATS and x.numel()):
-        return False
-    channels, device = x.shape[1], x.device
-    for tensor in (weight, bias):
-        if tensor is not None and not (
-            type(tensor) in _runtime.TENSOR_TYPES
-            and tensor.dtype in FLOATS
-            and tensor.device == device
-            and tensor.shape == (channels,)
-        ):
-            return False
-    return channels % groups == 0
 
 
 def check(name: str, x: torch.Tensor, groups: int, weight: Optional, bias: Optional) -> None:

@@ -35,17 +35,10 @@ _ALL = slice(None)
 
 def serves(
     x: torch.Tensor, weight: Optional, bias: Optional, shape: Any, eps: float, centered: bool,
-    dtype: torch.dtype,
+    *_: Any,
 ) -> bool:  # fmt: skip
     """Whether this is faster: for RMS norm, and for layer norm of 16 bits."""
-    return pays(x, centered, False)
-
-
-def pays(x: torch.Tensor, centered: bool, memory_efficient: bool) -> bool:
-    """Whether this is faster or saves less, or where nothing is saved has bits of its own."""
     narrow = x.dtype in NARROW
-    if memory_efficient:
-        return narrow or not centered or torch.is_grad_enabled()
     if x.numel() <= TIMES * above:
         return narrow and not centered
     return narrow or not centered

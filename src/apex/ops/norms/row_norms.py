@@ -26,7 +26,7 @@ from apex.ops import _runtime
 from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
-from apex.ops._op import UNSURE, op
+from apex.ops._op import op
 from apex.ops.norms import row_norm_pieces
 from apex.ops.norms._scripted import Shape, left_to_python
 
@@ -50,6 +50,47 @@ def _definition(
     return y if y.dtype == dtype else y.to(dtype)
 
 
+def _torchs(
+    x: torch.Tensor, weight: Any, bias: Any, shape: Any, eps: float, centered: bool
+) -> torch.Tensor | None:
+    """By the function that F.layer_norm or F.rms_norm calls, which checks sizes itself."""
+    dtype = x.dtype
+    if (weight is not None and weight.dtype != dtype) or (
+        bias is not None and (weight is None or bias.dtype != dtype)
+    ):
+        return None
+    if centered and (dtype in WIDE or (dtype in NARROW and not x.is_cpu)):
+        return torch.layer_norm(x, shape, weight, bias, eps)
+    if centered and dtype in NARROW:  # torch's would round sums of gradients
+        weight = None if weight is None else weight.float()
+        bias = None if bias is None else bias.float()
+        return torch.layer_norm(x.float(), shape, weight, bias, eps).to(dtype)
+    return torch.rms_norm(x, shape, weight, eps) if dtype in FLOATS else None
+
+
+def _fitting(
+    x: torch.Tensor, weight: Any, bias: Any, shape: Any, eps: float, centered: bool
+) -> tuple[Any, ...] | None:
+    row = shape if isinstance(shape, tuple) else tuple(shape) if isinstance(shape, list) else ()
+    if not row or x.shape[-len(row) :] != row or (bias is not None and weight is None):
+        return None
+    dtype, device = x.dtype, x.device
+    for tensor in (weight, bias):
+        if tensor is not None and not (
+            type(tensor) in _runtime.TENSOR_TYPES
+            and tensor.dtype == dtype
+            and tensor.device == device
+            and tensor.shape == row
+        ):
+            return None
+    return x, weight, bias, shape, eps, centered, dtype
+
+
+def _fitting_with_dtype(*given: Any) -> tuple[Any, ...] | None:
+    args = _fitting(*given)
+    return args and (*args, args[-1])
+
+
 _ARGUMENTS = (
     "Tensor x, Tensor? weight, Tensor? bias, SymInt[] shape, float eps, bool centered, "
     "ScalarType dtype"
@@ -63,6 +104,8 @@ OP = op(
     pieces=row_norm_pieces,
     autocast="half",
     compiles_to_operator=lambda x, weight, bias, shape, eps, centered, dtype: centered,
+    torchs=_torchs,
+    fitting=_fitting,
 )
 MEMORY_EFFICIENT = op(
     f"row_norm_from_output({_ARGUMENTS}, ScalarType x_dtype)"
@@ -74,6 +117,8 @@ MEMORY_EFFICIENT = op(
     allocate=row_norm_pieces.allocate,
     pieces=row_norm_pieces,
     autocast="half",
+    torchs=_torchs,
+    fitting=_fitting_with_dtype,
 )
 
 
@@ -130,32 +175,9 @@ def norm(
         ArgumentError: What is passed does not fit together.
     """
     operation = MEMORY_EFFICIENT if memory_efficient else OP
-    implementation = operation.choose(x)
-    if implementation is row_norm_pieces:
-        pays = row_norm_pieces.pays(x, centered, memory_efficient)
-        implementation = implementation if pays else None
-    if implementation is None:
-        try:
-            dtype = x.dtype
-            if (  # torch's function alone, which checks sizes itself
-                (weight is None or weight.dtype == dtype)
-                and (bias is None or (weight is not None and bias.dtype == dtype))
-                and dtype in FLOATS
-            ):
-                if not centered:
-                    return torch.rms_norm(x, shape, weight, eps)
-                if dtype in WIDE or not x.is_cpu:  # what F.layer_norm calls
-                    return torch.layer_norm(x, shape, weight, bias, eps)
-                return _widened(x, weight, bias, shape, eps)
-        except (AttributeError, RuntimeError, TypeError):
-            pass  # below are the words for what does not fit together
-    elif implementation is not UNSURE and _fit(x, weight, bias, shape):
-        dtypes = (x.dtype, x.dtype) if memory_efficient else (x.dtype,)
-        if implementation is row_norm_pieces and not torch.is_grad_enabled():
-            tensors = operation._dense((x, weight, bias))
-            return row_norm_pieces.forward(*tensors, shape, eps, centered, *dtypes)[0]
-        how = (implementation, shape, eps, centered, *dtypes)
-        return operation.compute(x, weight, bias, how)
+    y = operation.usual(x, weight, bias, shape, eps, centered)
+    if y is not None:
+        return y
     x, weight, bias = OP.cast(x, weight, bias)
     refuse_other_dtype(x, weight, instead, weights)
     check_norm("layer_norm" if centered else "rms_norm", x, weight, bias, shape)
@@ -163,32 +185,6 @@ def norm(
     if memory_efficient:
         return MEMORY_EFFICIENT(x, weight, bias, shape, eps, centered, dtype, x.dtype)
     return OP(x, weight, bias, shape, eps, centered, dtype)
-
-
-def _widened(
-    x: torch.Tensor, weight: Optional, bias: Optional, shape: Sequence[int], eps: float
-) -> torch.Tensor:
-    """Layer norm of 16 bits where torch's would round sums of gradients to them."""
-    weight = None if weight is None else weight.float()
-    bias = None if bias is None else bias.float()
-    return torch.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
-
-
-def _fit(x: torch.Tensor, weight: Any, bias: Any, shape: Any) -> bool:
-    """Whether plain tensors of one dtype fit together, so that :func:`check_norm` passes."""
-    row = shape if isinstance(shape, tuple) else tuple(shape) if isinstance(shape, list) else ()
-    if not row or x.shape[-len(row) :] != row:
-        return False
-    dtype, device = x.dtype, x.device
-    for tensor in (weight, bias):
-        if tensor is not None and not (
-            type(tensor) in _runtime.TENSOR_TYPES
-            and tensor.dtype == dtype
-            and tensor.device == device
-            and tensor.shape == row
-        ):
-            return False
-    return bias is None or weight is not None
 
 
 # -- what is refused -------------------------------------------------------------------------------

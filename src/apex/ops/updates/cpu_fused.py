@@ -38,10 +38,15 @@ Lists = list[list[torch.Tensor]]
 def torch_steps(columns: Sequence[TensorList], options: StepOptions, *numbers: object) -> bool:
     """Whether :func:`step_` takes them: on a CPU, with numbers of the host.
 
-    Not states in 8 bits: torch's kernels round the last few elements of a tensor in other ways, and
-    which these are depends on how many ranks share it.
+    Not states in 8 bits or bfloat16: torch's kernels round the last few elements of a tensor in
+    other ways, and which these are depends on how many ranks share it.
     """
-    if _runtime.forced() or not columns[PARAM] or not columns[PARAM][0].is_cpu:
+    if (
+        options.dither is not None
+        or _runtime.forced()
+        or not columns[PARAM]
+        or not columns[PARAM][0].is_cpu
+    ):
         return False
     every = list(columns) if options.extra is None else [*columns, options.extra]
     given = options.factor, options.noop, *numbers

@@ -154,14 +154,15 @@ def lamb_stages(
             stores.pop(0)
         stores.append((4, 0))
         columns.append(terms)
-    codec = PLAIN.codec(options.quantized)
+    codec = PLAIN.codec(options.quantized, options.dither)
     if options.storage is not PLAIN and options.extra is not None:
         columns.append(options.extra)
         # weights are read as they are stored; none is written yet
         decode = options.storage.codec().decode
         codec = Codec(
-            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.quantized
-        )
+            decode, codec.encode, f"storage:{options.storage.decode},rounded", options.quantized,
+            options.dither,
+        )  # fmt: skip
     sums = run(
         TERM,
         columns,
@@ -178,7 +179,7 @@ def lamb_stages(
     else:
         whole = yield Sums(sums)
         rates = hyper.rates(*whole.sqrt().unbind())
-    second = options._replace(factor=1.0, write_grads=False, quantized=())
+    second = options._replace(factor=1.0, write_grads=False, quantized=(), dither=None)
     run_stored(APPLY, [terms, params], ApplyScalars(rates), second, told=True)
 
 

@@ -101,7 +101,10 @@ def begin_(columns: Sequence[TensorList], hyper: Muon, options: StepOptions) -> 
     stores = ((1, 0), (2, 1), (0, 2)) if options.write_grads else ((1, 0), (2, 1))
     rest = 1 - hyper.momentum
     scalars = AverageScalars(options.factor, rest, rest if hyper.nesterov else 0.0)
-    codec = replace(WIDENED, quantized=tuple(one._replace(column=1) for one in options.quantized))
+    codec = replace(
+        WIDENED, quantized=tuple(one._replace(column=1) for one in options.quantized),
+        dither=options.dither and options.dither._replace(columns=(1,)),
+    )  # fmt: skip
     run(
         AVERAGE, [grads, buffers, directions], stores, scalars, noop=options.noop, codec=codec,
         dense=options.dense,
@@ -125,5 +128,6 @@ def finish_(
         extra = None if options.extra is None else [options.extra[n] for n in positions]
         scalars = MoveScalars(hyper.lr * hyper.weight_decay, hyper.lr * adjustment)
         run_stored(
-            MOVE, some, scalars, options._replace(write_grads=False, extra=extra, quantized=())
-        )
+            MOVE, some, scalars,
+            options._replace(write_grads=False, extra=extra, quantized=(), dither=None),
+        )  # fmt: skip

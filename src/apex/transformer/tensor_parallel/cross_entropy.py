@@ -1,8 +1,10 @@
 """Cross entropy of logits whose classes are spread over the ranks.
 
 Each rank has ``V / ranks`` classes. Two all-reduces join them, of a few numbers for each token: the
-largest logit; then the sum of exponentials, the target's logit and, with label smoothing, the sum
-of all logits. The softmax is kept for the backward, which needs no collective.
+largest logit; then the sum of the other classes' exponentials, the target's logit and exponential
+and, with label smoothing, the sum of all logits. What is kept for the backward, which needs no
+collective, is the gradient for a loss of 1. At the target it is a sum of the other probabilities:
+near probability 1 a difference would cancel.
 """
 
 from typing import Any
@@ -35,28 +37,33 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         sums = [x.gather(-1, index).squeeze(-1).masked_fill(elsewhere, 0.0)]
         if smoothing:
             sums.append(x.sum(-1))
-        exponentials = x.exp_()
-        joined = torch.stack([exponentials.sum(-1), *sums])
+        slope = x.exp_()
+        found = slope.gather(-1, index)
+        hit = ~elsewhere.unsqueeze(-1)
+        slope.scatter_(-1, index, found.masked_fill(hit, 0.0))
+        joined = torch.stack([slope.sum(-1), *sums, (found * hit).squeeze(-1)])
         dist.all_reduce(joined, group=group)
-        log_sum = joined[0].log()
+        total = joined[0] + joined[-1]
+        log_sum = total.log()
         loss = log_sum - joined[1]
-        ctx.each = smoothing / (classes * parallel_state.get_tensor_model_parallel_world_size())
+        each = smoothing / (classes * parallel_state.get_tensor_model_parallel_world_size())
         if smoothing:
-            loss.mul_(1.0 - smoothing).add_(smoothing * log_sum - ctx.each * joined[2])
+            loss.mul_(1.0 - smoothing).add_(smoothing * log_sum - each * joined[2])
 
-        ctx.save_for_backward(exponentials.div_(joined[0].unsqueeze(-1)), elsewhere, index)
-        ctx.smoothing, ctx.dtype = smoothing, logits.dtype
+        slope.div_(total.unsqueeze(-1))
+        if smoothing:
+            slope.sub_(each)
+        of_target = (smoothing - each - joined[0] / total).unsqueeze(-1)
+        slope.scatter_(-1, index, of_target.where(hit, slope.gather(-1, index)))
+        ctx.save_for_backward(slope)
+        ctx.dtype = logits.dtype
         return loss.to(logits.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        softmax, elsewhere, index = ctx.saved_tensors
-        one = (1.0 - ctx.smoothing) * (~elsewhere).to(softmax.dtype)
-        gradient = softmax.scatter_add(-1, index, -one.unsqueeze(-1))
-        if ctx.smoothing:
-            gradient.sub_(ctx.each)
-        return gradient.mul_(dy.unsqueeze(-1)).to(ctx.dtype), None, None
+        (slope,) = ctx.saved_tensors
+        return (slope * dy.unsqueeze(-1)).to(ctx.dtype), None, None
 
 
 def vocab_parallel_cross_entropy(

@@ -147,14 +147,14 @@ def _quality(of: Verdict) -> str:
     """Say what was measured of its quality, and what would decide; no margin is named."""
     if of.cut:
         return (
-            f"The time budget cut the trainings to {of.cut:.0f} % of their steps, too few to speak "
-            "of quality: run again with a larger `--budget`."
+            f"The time budget cut the trainings to {of.cut:.0f} % of their steps, too few to judge "
+            "quality: run again with a larger `--budget`."
         )
     for row in (of.other, of.row):
         if row.unlearnt:
             return f"But {row.label}'s accuracy is {row.unlearnt}."
     if of.same:
-        return f"Its losses are those of {of.other.label} to the last bit."
+        return f"Its losses equal {of.other.label}'s to the last bit."
     if of.quality is None:
         return "Its quality could not be compared."
     name, _, difference = quality(of)[0].partition(":")

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tf32", choices=["on", "off", "both"],
         help="TF32 for float32 products, on a GPU that has it; O0 always runs both (default: off)")
     add("--quick", action="store_true", help="use less data; all output is marked as quick")
-    add("--data", type=Path, metavar="FOLDER", help="files of the task")
+    add("--data", type=Path, metavar="FOLDER", help="folder with the data of the task")
     add_device(parser)
     add("--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
         help="folder for all files; a stopped run continues there (default: %(default)s)")
@@ -190,7 +190,7 @@ class _Bench:
 
     def _leave_out(self, cells: Sequence[Cell], bar: Bar) -> None:
         """Take trainings out of the plan: what cannot be cut any further would not fit."""
-        bar.print(f"The time budget has no time for the last {len(cells)} trainings.")
+        bar.print(f"The time budget is too short for the last {len(cells)} trainings.")
         left_out = {*cells}
         plan = tuple(cell for cell in self.report.plan if cell not in left_out)
         self._update(plan=plan, left_out=len(left_out))
@@ -265,11 +265,11 @@ def _described(
     optimizer = args.optimizer or task.optimizer
     if optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
-        raise UsageError(f"task {name}: has optimizer {optimizer!r}; use one of {known}")
+        raise UsageError(f"task {name}: its optimizer is {optimizer!r}; use one of {known}")
     if task.epochs < 1 or not (task.lr is None or 0 < task.lr < float("inf")):
         raise UsageError(
-            f"task {name}: has epochs {task.epochs} and lr {task.lr}; epochs of 1 or more and an "
-            "lr above 0, or None, are needed"
+            f"task {name}: epochs is {task.epochs} and lr is {task.lr}; epochs must be 1 or more, "
+            "and lr above 0 or None"
         )
     for size in batches:
         try:

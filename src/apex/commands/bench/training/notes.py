@@ -58,7 +58,7 @@ def _cut(report: Results, made: Sequence[LevelRow]) -> str:
         who = "the others" if stopped else "all"
         parts.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
     if report.left_out:
-        parts.append(f"no time for {report.left_out} more trainings, those of the last seeds")
+        parts.append(f"no time for {report.left_out} more trainings, of the last seeds")
     if parts and report.budget_s and report.seconds > report.budget_s:
         took = f"that took {report.seconds:.0f} s"
         parts.append(f"{took}, as the first steps of all levels do not fit into the budget")

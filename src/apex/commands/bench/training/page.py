@@ -104,7 +104,7 @@ def _questions(
     """Make small tables for what is asked next, with a sentence on each."""
     table = [line.row for line in made]
     found = {
-        "Ours beside torch's autocast": (
+        "apex beside torch's autocast": (
             "Each level against torch.autocast in the same dtype.",
             [(v.row.label, _beside(v)) for v in verdicts if v.other.level != BASELINE],
         ),

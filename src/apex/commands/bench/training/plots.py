@@ -175,7 +175,7 @@ def _say_empty(axes: "Axes", why: str) -> None:
 def _memories(axes: "Axes", of: Sequence[Line]) -> None:
     if all(line.row.peak_bytes is None for line in of):
         cut = of[0].row.report.budget_s is not None
-        _say_empty(axes, "the time budget had no time for it" if cut else "not measured")
+        _say_empty(axes, "the time budget was too short for it" if cut else "not measured")
     for place, line in enumerate(of):
         known, own = line.row.peak_bytes, _style(line.row)
         if known is None:

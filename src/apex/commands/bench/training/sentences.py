@@ -48,9 +48,9 @@ def _parts(of: Verdict) -> list[str | None]:
         how = "as much memory" if same else f"{of.memory:.2f} times the memory"
         found.append(f"It needs {how}")
     if of.same:
-        found.append(f"Its losses are those of {other.label} to the last bit: the same arithmetic")
+        found.append(f"Its losses equal {other.label}'s to the last bit: the same arithmetic")
     elif of.same_as:
-        found.append(f"Its losses are those of {of.same_as} to the last bit: see there")
+        found.append(f"Its losses equal {of.same_as}'s to the last bit: see there")
     elif row.finished:
         found += [f"{said[0].upper()}{said[1:]}" for said in quality(of)]
     return found

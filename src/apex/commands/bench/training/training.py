@@ -199,7 +199,7 @@ class CellTraining:
     def _check(self, epoch: int, sizes: Sequence[int], *, cut: bool) -> None:
         batch = self.cell.batch
         if not sizes:
-            raise ValueError(f"the loader gave no batch of {batch}")
+            raise ValueError(f"the loader yielded no batch of {batch} samples")
         if sizes[0] == batch > sizes[-1]:
             raise ValueError(
                 f"the loader's last batch has {sizes[-1]} rows and not {batch}; leave it out "
@@ -207,8 +207,8 @@ class CellTraining:
             )
         if epoch and not cut and len(sizes) != self._steps_per_epoch:
             raise ValueError(
-                f"the loader gave {self._steps_per_epoch} batches in an epoch and {len(sizes)} in "
-                "the next; they must be equally many"
+                f"the loader yielded {self._steps_per_epoch} batches in one epoch and {len(sizes)} "
+                "in the next; every epoch must have as many"
             )
 
     @contextlib.contextmanager

@@ -98,7 +98,7 @@ def complete(made: Any) -> Task:
             goes on after "what the function returned".
     """
     if made is None:
-        raise TypeError("is None; a task with model, loss and loader is needed")
+        raise TypeError("is None; it must be a task with model, loss and loader")
     own_step = callable(getattr(made, "step", None))  # computes its losses itself
     needed = [name for name in NEEDED if name != "loss" or not own_step]
     missing = [name for name in needed if not callable(getattr(made, name, None))]
@@ -107,7 +107,7 @@ def complete(made: Any) -> Task:
     for name, (kind, described) in _OPTIONAL.items():
         if not isinstance(getattr(made, name, getattr(Task, name)), kind):
             given = type(getattr(made, name)).__name__
-            raise TypeError(f"has {name} of type {given}; {described} is needed")
+            raise TypeError(f"has {name} of type {given}; it must be {described}")
     if isinstance(made, Task):
         return made
     names = [name for name in (*NEEDED, *_OPTIONAL) if hasattr(made, name)]
