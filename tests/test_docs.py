@@ -107,7 +107,7 @@ WIDEST = 100  # characters of code beside both side bars, in a window of 1280 pi
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_line_of_code_is_cut_by_the_site(page):
-    """Measured in Chromium. In narrow windows lines wrap (``docs/_static/code.css``)."""
+    """Measured in Chromium. In narrow windows the box of the code scrolls."""
     fenced = re.compile(r"^( *)```(.*?\n.*?)^\1```$", re.MULTILINE | re.DOTALL)
     indented = re.compile(r"(?<=\n\n)(?=( {4}))((?: {4}.*\n)+)")
     text = page.read_text()

@@ -8,7 +8,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import pickle
+import random
 import threading
 from typing import NamedTuple
 
@@ -421,6 +423,146 @@ def test_another_tensor_in_the_place_of_one_that_is_held(makes):
         is_equal(work, call, 8, level="O1")
     finally:
         globals()["_mask"] = _MASKS[0]
+
+
+_place = 0
+
+
+def by_a_global(program):
+    return lambda x: x * _MASKS[_place], lambda place: globals().update(_place=place)
+
+
+class Places:
+    """Has masks and a place."""
+
+    def __init__(self, masks):
+        self.masks, self.place, self.more = masks, 0, self
+
+    def put(self, place):
+        self.place = place
+
+    def masked(self, x):
+        return x * self.masks[self.place]
+
+
+def by_a_variable(masks, place_of=lambda place: place):
+    """In a list, a tuple or a dict of tensors."""
+
+    def makes(program):
+        place = place_of(0)
+
+        def put(other):
+            nonlocal place
+            place = place_of(other)
+
+        return lambda x: x * masks[place], put
+
+    return makes
+
+
+def by_an_attribute(program):
+    holder = Places(_MASKS)
+    return holder.masked, holder.put
+
+
+def by_an_attribute_further_in(program):
+    holder = Places(_MASKS)
+    return lambda x: x * holder.more.masks[holder.more.place], holder.put
+
+
+def in_a_nested_list(program):
+    kept, place = {"masks": [[_MASKS[:3]], 1]}, [0]
+    return lambda x: x * kept["masks"][0][0][place[0]], lambda other: place.__setitem__(0, other)
+
+
+def by_a_place_that_is_computed(program):
+    place = 0
+
+    def put(other):
+        nonlocal place
+        place = other + 12
+
+    return lambda x: x * _MASKS[place % 12], put
+
+
+def in_a_module(program):
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * self.masks[self.place]
+
+    layer = program.model[-1]
+    layer.__class__, layer.masks, layer.place = Masked, [one[:, :1] for one in _MASKS], 0
+    return lambda x: x, lambda place: setattr(layer, "place", place)
+
+
+@pytest.mark.parametrize("makes", [
+    by_a_global, by_a_variable(_MASKS[:3]), by_a_variable(tuple(_MASKS[:3])),
+    by_a_variable(dict(zip("abc", _MASKS, strict=False)), "abc".__getitem__),
+    by_a_variable(torch.stack(_MASKS).unbind()), by_an_attribute, by_an_attribute_further_in,
+    in_a_nested_list, by_a_place_that_is_computed, in_a_module,
+], ids=[
+    "global", "list", "tuple", "dict", "views", "attribute", "attribute further in", "nested",
+    "computed", "module",
+])  # fmt: skip
+def test_another_tensor_of_a_list(makes):
+    """What says which one changes between calls: a new capture."""
+
+    def work(program):
+        masked, program.put = makes(program)
+        return lambda x: program.step(masked(x))["loss"]
+
+    def call(program, step, number):
+        program.put(number // 6)
+        return step(x_of(number)[:6])
+
+    is_equal(work, call, 8, level="O1")
+
+
+@pytest.mark.parametrize("how", ["choice", "next"])
+def test_a_choice_between_tensors_that_cannot_be_followed_is_said_once(how):
+    masks, many = _MASKS[:3], itertools.cycle(_MASKS[:3])
+
+    def work(program):
+        if how == "next":
+            return lambda x: program.step(x * next(many) * masks[0])["loss"]
+        return lambda x: program.step(x * random.choice(masks))["loss"]
+
+    step = amp.capture(work(Program("O1", KIND)))
+    for number in range(2):
+        step(x_of(number)[:6])
+    with pytest.warns(UserWarning, match="reads one of several tensors in `masks`, and a replay"):
+        step(x_of(2)[:6])
+    for number in range(3, 8):
+        step(x_of(number)[:6])
+
+
+def test_tensors_that_are_the_same_in_each_call_are_no_choice():
+    """The number that is written between the calls has nothing to do with them."""
+    masks, named, count = _MASKS[:3], {"first": _MASKS[0], "second": _MASKS[1]}, 0
+
+    def work(program):
+        def step(x):
+            first, _, last = masks
+            x = x * first * last * masks[0] * named["first"]
+            return program.step(x * (count >= 0))["loss"]
+
+        return step
+
+    def call(program, step, number):
+        nonlocal count
+        count = number
+        return step(x_of(number)[:6])
+
+    is_equal(work, call, 9, level="O1")
+
+
+def test_a_place_that_is_an_argument_is_no_choice():
+    """Calls with another one are of another kind: no graph has both."""
+
+    def work(program):
+        return lambda x, place: program.step(x * _MASKS[place])["loss"]
+
+    is_equal(work, lambda program, step, n: step(x_of(n)[:6], n // 6), 3, level="O1")
 
 
 def test_another_thread_steps_an_optimizer_of_its_own():

@@ -219,6 +219,13 @@ y = torch.ones(16, 4)
 """
 
 
+def test_a_row_that_a_mask_leaves_empty_is_named_before_a_forward_too(run):
+    line = "x = x.masked_fill(torch.eye(16)[:, :1] > i - 2, -torch.inf).softmax(1)"
+    report, _ = run(PREPARED.replace("LINES", line))
+    assert report["sentence"].endswith("made it so: each of the 8 inputs of the row is -inf, so a "
+                                       "mask leaves it empty.")  # fmt: skip
+
+
 def test_what_16_bits_alone_break_is_not_said_of_float32(run):
     """The product is finite in float32. The logarithm of 0 after it is not, there either."""
     out = "out = (net(x).half() + 1) * (1e5 if i == 2 else 1)"

@@ -128,7 +128,7 @@ SMALL = {  # ours, torch's, arguments, calls that ours adds at most
         scaled_masked_softmax, widened(masked_by_ones),
         (SCORES.to(BF16), MASK.to(torch.uint8), 0.5), 4,
     ),
-    "linear cross-entropy": (linear_cross_entropy, linear_losses, (X, WEIGHT, LABELS), 12),
+    "linear cross-entropy": (linear_cross_entropy, linear_losses, (X, WEIGHT, LABELS), 13),
     "rotary": (fused_apply_rotary_pos_emb, rotated, (SCORES, ANGLES), 7),
 }  # fmt: skip
 

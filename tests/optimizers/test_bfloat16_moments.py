@@ -13,8 +13,6 @@ from apex.ops.lists.dither import dithered, seed_of
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, train
-from tests.optimizers.test_placements import Call
-from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 SHAPES = ((66, 70), (7,), (), (0,), (3, 4, 5))
@@ -240,12 +238,6 @@ def test_sgd_without_momentum_has_no_state():
 # -- shards ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    with Ranks(tmp_path_factory.mktemp("ranks"), count=4) as ranks:
-        yield ranks
-
-
 def alike(answer, alone, name):
     weights, *states = answer
     others, *its = alone
@@ -261,7 +253,7 @@ def alike(answer, alone, name):
 @pytest.mark.parametrize("name", programs.MAKERS)
 @pytest.mark.slow
 def test_numbers_do_not_depend_on_how_many_ranks_share(four, name):
-    answers = four.run(Call(programs.stepped, name, None, "bfloat16"))
+    answers = four.run(programs.stepped, name, None, "bfloat16")
     for answer in answers:
         for kept in answer.values():
             alike(kept, answers[0][1], name)
@@ -272,8 +264,9 @@ def test_numbers_do_not_depend_on_how_many_ranks_share(four, name):
 def test_a_checkpoint_goes_from_two_ranks_to_four_to_one(four, tmp_path):
     alone, before = programs.Training("FusedAdam", 1, "reference", "bfloat16"), 0
     for seed, count in enumerate((2, 4, 1), 1):
-        job = Call(programs.chained, "FusedAdam", str(tmp_path), count, before, seed, "bfloat16")
-        answers = four.run(job)
+        answers = four.run(
+            programs.chained, "FusedAdam", str(tmp_path), count, before, seed, "bfloat16"
+        )
         alone.step([seed])
         for answer in answers[:count]:
             alike(answer, alone.kept(), "FusedAdam")

@@ -45,7 +45,7 @@ def test_it_is_told_once_with_the_share_that_a_count_of_all_gives():
         f"FusedAdam: {100 * lost / there:.0f} % of the updates of bfloat16 weights were lost in "
         "its first 10 steps: elements with a gradient did not move, because the update is too "
         "small for their 8 bits. Keep the weights in float32 and compute in bfloat16 "
-        "(torch.autocast, or amp at O4 or O5), or pass storage='low_bits', which keeps what is "
+        "(torch.autocast, or amp at O4 or O5), or pass storage='auto', which keeps what is "
         "rounded away. storage='plain' says that you mean it."
     ]
     assert train(optimizer, model, 2 * STEPS) == []

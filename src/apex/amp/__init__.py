@@ -37,6 +37,7 @@ from apex.amp.functions import (
 from apex.amp.grad_scaler import GradScaler
 from apex.amp.gradients.masters import master_params
 from apex.amp.graphs.captured import capture
+from apex.amp.half_weights import float16_weights
 from apex.amp.legacy.amp import init
 from apex.amp.scaling import scale_loss
 
@@ -53,6 +54,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "disable_casts",
+    "float16_weights",
     "float_function",
     "half_function",
     "handle",

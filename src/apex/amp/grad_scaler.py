@@ -30,7 +30,7 @@ from apex.amp.checks import group_of_several, refuse_other_state
 from apex.amp.gradients import captures
 from apex.amp.gradients.agreement import agree_over_, groups_of, root_meshes
 from apex.amp.gradients.overflow import Outcome, TakenSteps, counts_of
-from apex.amp.gradients.tensors import grads_of
+from apex.amp.gradients.parameters import grads_of
 from apex.amp.optimizer import state_of
 from apex.amp.scale import check, iter_params
 from apex.ops import _runtime

@@ -239,7 +239,8 @@ class _Explanation:
 
     def _name_line_of_input(self, report: Report, origin: Origin) -> None:
         """Say which line before the forward made an input not finite."""
-        report.sentence = report.sentence.removesuffix(".") + f": {origin.place()} made it so."
+        made = f"{origin.place()} made it so{_because(origin)}"
+        report.sentence = f"{report.sentence.removesuffix('.')}: {made}."
         report.line, report.operation, report.call = origin.line, origin.name, origin.call
 
     def _not_shown(self, run: Callable[[], ReplayResult], in_forward: bool) -> Report:

@@ -97,8 +97,9 @@ class op:  # lower case, like torch.autocast: used as a function
         torchs: ``torchs(*given) -> y``, for few elements: torch's functions alone, which refuse
             what does not fit together; ``None`` where others are needed. ``given`` are the
             arguments of a call, in the operation's order but maybe not all.
-        fitting: ``fitting(*given) -> args``: all arguments of the operation, if plain tensors fit
-            together as they are; else ``None``. It is quick, and may say ``None`` of what is rare.
+        fitting: ``fitting(*given) -> args``: all arguments of the operation, if what is given fits
+            together as it is; else ``None``. Tensors are known to be plain, on one device, and the
+            first to have elements of float32 or 16 bits. It is quick, and may refuse what is rare.
     """
 
     def __init__(  # noqa: PLR0913 - all but three have a default
@@ -164,12 +165,12 @@ class op:  # lower case, like torch.autocast: used as a function
         #: ``None`` they check their arguments one by one, which finds the words for what does not
         #: fit together, and call the operation with those that do.
         self.usual: Callable[..., torch.Tensor | None] = functools.partial(
-            self._choose, _REFUSALS, torchs, self._if_usual, _none
+            self._choose, _REFUSALS, torchs, self._if_usual, lambda *_: None
         )
         #: ``choose(x)``: what computes an eager call whose first argument is ``x``: kernels or
         #: pieces, which `compute` takes; ``None``: the definition; `UNSURE`: ask the operation.
         self.choose: Callable[[Any], Any] = functools.partial(
-            self._choose, (), _none, _first, lambda x: UNSURE
+            self._choose, (), lambda x: None, lambda found, x: found, lambda x: UNSURE
         )
 
     def _find_positions(self) -> None:
@@ -209,13 +210,9 @@ class op:  # lower case, like torch.autocast: used as a function
     # -- forward -----------------------------------------------------------------------------------
 
     def _choose(
-        self,
-        refusals: tuple[type[Exception], ...],
-        few: Callable[..., Any],
-        large: Callable[..., Any],
-        unusual: Callable[..., Any],
-        *given: Any,
-    ) -> Any:
+        self, refusals: tuple[type[Exception], ...], few: Callable[..., Any],
+        large: Callable[..., Any], unusual: Callable[..., Any], *given: Any,
+    ) -> Any:  # fmt: skip
         """Choose the path of an eager call: what every call asks first.
 
         It returns what one of three functions does, so that a choice is one frame of Python:
@@ -278,6 +275,12 @@ class op:  # lower case, like torch.autocast: used as a function
             try:
                 return self.torchs(*given)
             except _REFUSALS:
+                return None
+        device = given[0].device
+        for tensor in given[1 : len(self.tensors)]:
+            if tensor is not None and not (
+                type(tensor) in _runtime.TENSOR_TYPES and tensor.device == device
+            ):
                 return None
         args = self.fitting(*given)
         if args is None:
@@ -521,14 +524,6 @@ class _Operators:
             outputs = self.operator.redispatch(self.keys, *args)
         self.more = _as_tuple(outputs)[1:]
         return outputs
-
-
-def _none(*_: Any) -> None:
-    """What is answered where others have to be asked."""
-
-
-def _first(implementation: Any, *_: Any) -> Any:
-    return implementation
 
 
 # The device that is current, without a frame of Python. A build for CPUs has no such function.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
@@ -38,10 +38,7 @@ from apex.ops.lists.overlaps import own_copies, write_back
 from apex.ops.lists.placements import is_sharded
 from apex.ops.lists.stages import Kind, Stages, finish, finish_on_shards
 from apex.ops.lists.storage import AUTO, PLAIN, STORAGES, ScaledStep, StepOptions, storage_of
-from apex.ops.lists.tensor_lists import (
-    Scalar,
-    TensorColumn,
-)
+from apex.ops.lists.tensor_lists import Scalar, TensorColumn
 from apex.optimizers import _checkpoint, _checks
 from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._lost import PLAIN_BY_DEFAULT, LostWatch, Sample
@@ -57,6 +54,7 @@ from apex.optimizers._step import (
     gradients_of,
     launches_of,
     quantized,
+    read,
     scalar,
     with_own,
 )
@@ -65,18 +63,6 @@ from apex.optimizers._written import extra_key, follow_written, versions
 from apex.optimizers._zero import Partition, partition
 
 _IS_UNIFORM = attrgetter("is_uniform")
-# Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
-# others in the copy, and a flag that a copy makes on the device where it is.
-_NOT_COPIED = {
-    "_amp_stash",
-    "_scaled_step",
-    "_written",
-    "_dummy_overflow_buf",
-    "_lost",
-    "_begun",
-    "_apart",
-    "_shown",
-}
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -208,16 +194,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return []
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's copies hold only groups and state, and would lose a subclass's arguments. Hooks
-        # and methods that amp or a scheduler has replaced stay with the original, as in torch.
         self._follow_written()
-        arguments = {
-            key: value
-            for key, value in vars(self).items()
-            if not (key in _NOT_COPIED or key.startswith("_optimizer_") or callable(value))
-        }
         state: dict[str, Any] = super().__getstate__()
-        return {**arguments, **state}
+        return {**_checkpoint.copied(self), **state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its numbers and tensors are checked first.
@@ -292,7 +271,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         scaler = None
         if historic:
             scaler = historic.pop("grad_scaler", None)
-            if any(value is not None for value in historic.values()):
+            if not all(map(is_, historic.values(), repeat(None))):
                 _checks.step_arguments(self._name, historic, self._takes_arguments)
         loss = None
         if closure is not None:
@@ -355,7 +334,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not all(map(self.defaults.keys().__le__, map(dict.keys, self.param_groups))):
             _checks.complete(self)
         if noop is not None or type(factor) is not float:
-            factor, noop, is_skipped = _read(factor, noop)
+            factor, noop, is_skipped = read(factor, noop)
             if is_skipped:
                 return
         with torch.no_grad():
@@ -372,18 +351,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self._written:
                 follow_written(self)
             self._prepare_step(found.active, factor, noop)
-            sharded: list[torch.Tensor] = []  # parameters of which ranks hold parts
-            if not isinstance(gradients, TensorColumn):
-                sharded = [*filter(is_sharded, found.every)]
+            plain = isinstance(gradients, TensorColumn)
+            sharded = [] if plain else [*filter(is_sharded, found.every)]
             samples = None if self._lost is None else self._lost.before(found.active)
             if largest := self._largest_norm():
                 over, partition = sharded and found.every, self._partition
                 factor = clipped(gradients, factor, largest, over=over, partition=partition)
-            dense = all(map(_IS_UNIFORM, parts))
             storage = STORAGES.get(self.storage, PLAIN)  # "auto" chooses for each launch
-            options = StepOptions(
-                factor=factor, noop=noop, write_grads=write, storage=storage, dense=dense
-            )
+            options = StepOptions(factor, noop, write, storage, None, all(map(_IS_UNIFORM, parts)))
             launches = chain.from_iterable(map(launches_of, parts))
             self._finish(self._updates(together, launches, options), sharded)
             if copied and not self._writes_grads:
@@ -423,17 +398,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         options: StepOptions,
     ) -> Iterator[tuple[list[torch.Tensor], Stages | None]]:
         """Count the step and update each launch; yields its parameters, and the rest to be done."""
-        noop = options.noop
         counters = None
         if self._counts_steps:
             elsewhere = self._partition and self._partition.device
-            counters = count_steps(self._counted_groups(), noop, elsewhere)
-        everywhere: dict[torch.device, StepOptions] = {}
+            counters = count_steps(self._counted_groups(), options.noop, elsewhere)
+        is_known = options.noop is None and type(options.factor) is float
         for number, launch in launches:
-            device = launch.device
-            here = everywhere.get(device)
-            if here is None:
-                here = everywhere[device] = _on(options, device)
+            here = options if is_known else options.on(launch.device)
             if self.storage == AUTO:
                 here = here._replace(storage=storage_of(AUTO, launch.columns[1][0].dtype))
             if launch.extra is not None:
@@ -626,22 +597,3 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group for ``torch.optim``."""
         raise NotImplementedError(f"torch.optim has no {self._name}.")
-
-
-def _read(factor: Scalar, noop: torch.Tensor | None) -> tuple[Scalar, torch.Tensor | None, bool]:
-    """Read what is on the CPU; the last is whether the step is known to be skipped."""
-    if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
-        factor = float(factor)
-    if noop is None or _runtime.waits(noop.device):
-        return factor, noop, False
-    return factor, None, bool(noop.item())
-
-
-def _on(options: StepOptions, device: torch.device) -> StepOptions:
-    """The options for launches on a device."""
-    factor, noop = options.factor, options.noop
-    if isinstance(factor, torch.Tensor):
-        options = options._replace(factor=factor.to(device, non_blocking=True))
-    if noop is not None:
-        options = options._replace(noop=noop.to(device, non_blocking=True))
-    return options

@@ -25,13 +25,32 @@ from apex.optimizers import _eight_bit as eight_bit
 from apex.optimizers._packed import unpack, warn_of_none
 
 _SHAPE = attrgetter("shape")
-# Keys that the optimizers of torch.optim keep in their groups and ours do not know.
-# `_refused_keys` are those that change what is computed.
-_FOREIGN = {"foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable"}
 # What all optimizers of torch.optim have in their groups, at its default.
 TORCH_ONLY = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+# Keys that they keep in their groups and ours do not know, but for those that change what is
+# computed: `_refused_keys`.
+_FOREIGN = {*TORCH_ONLY, "decoupled_weight_decay", "capturable"} - {"maximize"}
+
+# Attributes that a copy does not get: what amp puts on an optimizer, versions of tensors that are
+# others in the copy, and a flag that a copy makes on the device where it is.
+_NOT_COPIED = {
+    "_amp_stash", "_scaled_step", "_written", "_dummy_overflow_buf", "_lost", "_begun", "_apart",
+    "_shown",
+}  # fmt: skip
 
 StateDict = dict[str, Any]
+
+
+def copied(optimizer: Any) -> dict[str, Any]:
+    """What a copy gets besides groups and state, which are all that torch's copies hold.
+
+    Hooks and methods that amp or a scheduler has replaced stay with the original, as in torch.
+    """
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if not (key in _NOT_COPIED or key.startswith("_optimizer_") or callable(value))
+    }
 
 
 def _slots_in(state: Mapping[str, Any]) -> set[str]:

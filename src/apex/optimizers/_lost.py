@@ -90,7 +90,7 @@ class LostWatch:
                 f"{name}: {100 * lost / there:.0f} % of the updates of bfloat16 weights were lost "
                 f"in its first {STEPS} steps: elements with a gradient did not move, because the "
                 "update is too small for their 8 bits. Keep the weights in float32 and compute in "
-                "bfloat16 (torch.autocast, or amp at O4 or O5), or pass storage='low_bits', which "
+                "bfloat16 (torch.autocast, or amp at O4 or O5), or pass storage='auto', which "
                 "keeps what is rounded away. storage='plain' says that you mean it.",
                 stacklevel=2,
             )

@@ -59,6 +59,15 @@ Given = Mapping[torch.Tensor, torch.Tensor] | None  # by parameter
 Counters = Mapping[int, tuple[DeviceSteps, int]]
 
 
+def read(factor: Scalar, noop: torch.Tensor | None) -> tuple[Scalar, torch.Tensor | None, bool]:
+    """Read what is on the CPU; the last is whether the step is known to be skipped."""
+    if isinstance(factor, torch.Tensor) and not _runtime.waits(factor.device):
+        factor = float(factor)
+    if noop is None or _runtime.waits(noop.device):
+        return factor, noop, False
+    return factor, None, bool(noop.item())
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 
@@ -346,13 +355,8 @@ def _slot_columns(
     optimizer: Stepped, states: States, kept: tuple[str, ...]
 ) -> list[list[torch.Tensor]]:
     """The slots of states as columns; ``KeyError`` if one has none."""
-    if optimizer._state_form == "8bit":
-        return [[*map(eight_bit.stored_as(slot), states)] for slot in kept]
-    if len(kept) == 1:
-        return [[*map(itemgetter(*kept), states)]]
-    if not kept:
-        return []
-    return [*map(list, zip(*map(itemgetter(*kept), states), strict=True))] or [[] for _ in kept]
+    look = eight_bit.stored_as if optimizer._state_form == "8bit" else itemgetter
+    return [[*map(look(slot), states)] for slot in kept]
 
 
 def _extras(

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp.gradients.agreement import is_initialized
-from apex.amp.gradients.forwards import broadcast_parameters
+from apex.amp.gradients.forwards import broadcast_parameters, is_initialized
 from apex.amp.gradients.masters import grads_to_step
 from apex.ops.lists import flat
 from apex.ops.lists.flat import by_kind

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from apex._compat import private
-from apex.amp.gradients.agreement import is_initialized
+from apex.amp.gradients.forwards import is_initialized
 from apex.ops._check import ArgumentError
 from apex.ops._dtypes import NARROW
 from apex.ops.norms.synced_batch_norm import synced, track

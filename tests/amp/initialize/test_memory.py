@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from apex import amp
+from apex.amp.gradients.tensors import is_rounded
 from apex.optimizers import FusedAdam
 from tests.amp.training import MASTERED, scaled_backward
 
@@ -232,6 +233,19 @@ def test_a_row_zeroed_through_data_is_found(level, row):
     optimizer.step()
     assert torch.equal(master, wanted)
     assert torch.equal(model.weight, wanted.to(model.weight.dtype))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (8,), (2**18 + 4,), (513, 1027)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_weight_that_differs_in_one_element_is_not_its_rounded_master(dtype, shape):
+    master = torch.randn(shape)
+    weight = master.to(dtype)
+    last = weight.view(-1)[-1:]
+    assert is_rounded(weight, master)
+    last += 1.0
+    assert not is_rounded(weight, master)
+    last.copy_(master.view(-1)[-1:].zero_()).neg_()  # -0.0
+    assert is_rounded(weight, master)
 
 
 @pytest.mark.parametrize("row", [0, 49_999])

@@ -10,6 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apex import amp
 from apex.amp.casting import cpu_float16, dispatcher
 from apex.debug import what_if
+from apex.debug.what_if import judging
+from apex.debug.what_if.formats import FORMATS as FORMATS_OF
+from apex.debug.what_if.judging import Layer, LayerVerdict
+from apex.debug.what_if.spread import Spread
+from apex.debug.what_if.whole import Whole
 from tests.debug.what_if import networks
 
 LEVELS = ["O1", "O2", "O4", "O5"]
@@ -69,6 +74,32 @@ def test_a_faulty_network_is_not_called_safe(network):
 
 def test_every_network_is_in_one_of_the_tables():
     assert list(FAULTY) == networks.FAULTY
+
+
+def test_what_other_layers_change_accuses_none():
+    """Layers whose group was not cleared are tried alone; what is left is to be looked at."""
+    lost = Spread(0.1, 300.0, 1.0, 2.0, 0.6)
+    verdicts = [
+        LayerVerdict(1.0, "result", 0, 0.0, 0.0, 0.0, "safe", spread=lost) for _ in "x" * 20
+    ]
+    pairs = [(Layer(str(place), "Linear"), one) for place, one in enumerate(verdicts)]
+    alone, form = [], FORMATS_OF["bfloat16"]
+
+    def together(group):
+        for _, verdict in group:
+            verdict.is_needed, verdict.whole = True, Whole(1.0, 1.0, 1.0, "")
+        return group
+
+    def is_cleared(pair):
+        alone.append(pair[0].name)
+        pair[1].is_needed = False
+        return True
+
+    judging._try_offsets(pairs, form, together, is_cleared)
+    assert alone == [str(place) for place in range(19, 3, -1)]
+    assert not any(verdict.is_needed for verdict in verdicts)
+    assert [one.state for one in verdicts] == ["look"] * 4 + ["safe"] * 16
+    assert verdicts[0].why == lost.why(form)
 
 
 def test_a_layer_that_only_computes_inaccurately_is_not_said_to_need_float32():

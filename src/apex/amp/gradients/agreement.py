@@ -11,21 +11,14 @@ each ``step`` or ``zero_grad`` after a ``scale_loss`` block, one more at the end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from apex import _compat
+from apex.amp.gradients.forwards import several_ranks
 from apex.ops.lists.tensor_lists import OWN_MEMORY
-
-# Whether a process group was made; some builds of torch have none.
-is_initialized: Callable[[], bool] = getattr(torch.distributed, "is_initialized", lambda: False)
-
-
-def several_ranks() -> bool:
-    """Whether this process is one of several ranks."""
-    return is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def agree_(found_inf: torch.Tensor, ledgers: Iterable[Any]) -> torch.Tensor:
@@ -73,20 +66,6 @@ def agree_over_(found_inf: torch.Tensor, groups: Iterable[Any]) -> torch.Tensor:
     for group in dict.fromkeys(groups):
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=group)
     return found_inf
-
-
-def is_final(ledgers: Sequence[Any], records: Sequence[Any]) -> bool:
-    """Whether nothing can change the flag of a pass after its block.
-
-    That is so with one rank, and where a DistributedDataParallel over all ranks has reduced all
-    gradients. With a ``process_group`` it is never so: it could be on some of its ranks only.
-    """
-    if any([ledger.training.process_group is not None for ledger in ledgers]):
-        return False
-    by_wrapper = not any([ledger.params.outside for ledger in ledgers]) and all(
-        [record.synchronises and record.reduces_all for record in records]
-    )
-    return by_wrapper or not several_ranks()
 
 
 def may_forget(ledger: Any) -> bool:

@@ -12,18 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from apex._compat import private
-from apex.amp.gradients.agreement import is_initialized
 from apex.amp.gradients.masters import table
 from apex.amp.gradients.parameters import Pairs
 from apex.ops.lists import flat
 
+# Whether a process group was made; some builds of torch have none.
+is_initialized: Callable[[], bool] = getattr(torch.distributed, "is_initialized", lambda: False)
+
 _active: list[Any] = []  # the wrappers of apex whose forwards run now; torch keeps its own
+
+
+def several_ranks() -> bool:
+    """Whether this process is one of several ranks."""
+    return is_initialized() and torch.distributed.get_world_size() > 1
 
 
 # -- wrappers --------------------------------------------------------------------------------------
@@ -293,3 +300,17 @@ def are_reduced(records: Sequence[ForwardRecord]) -> bool:
     """Whether DistributedDataParallel reduces the gradients of a pass now, where there is one."""
     used = [record for record in records if not record.is_used] or records
     return not any([record.synchronises is False for record in used])
+
+
+def is_final(ledgers: Sequence[Any], records: Sequence[ForwardRecord]) -> bool:
+    """Whether nothing can change the flag of a pass after its block.
+
+    That is so with one rank, and where a DistributedDataParallel over all ranks has reduced all
+    gradients. With a ``process_group`` it is never so: it could be on some of its ranks only.
+    """
+    if any([ledger.training.process_group is not None for ledger in ledgers]):
+        return False
+    by_wrapper = not any([ledger.params.outside for ledger in ledgers]) and all(
+        [record.synchronises and record.reduces_all for record in records]
+    )
+    return by_wrapper or not several_ranks()

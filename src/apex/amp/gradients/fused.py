@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.parameters import Parameters
-from apex.amp.gradients.tensors import any_grad, grads_of
+from apex.amp.gradients.parameters import Parameters, any_grad, grads_of
 from apex.ops.lists.multi_tensor import FUSABLE
 from apex.ops.lists.storage import ScaledStep
 from apex.ops.lists.tensor_norms import square_sums

@@ -40,13 +40,13 @@ import torch
 
 from apex._compat.program import stacklevel
 from apex.amp.gradients import agreement
-from apex.amp.gradients.forwards import ForwardRecord, are_reduced
+from apex.amp.gradients.forwards import ForwardRecord, are_reduced, is_final
 from apex.amp.gradients.fused import FusedGradients
 from apex.amp.gradients.inside_step import InsideStep
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.parameters import Parameters, unscale_into
+from apex.amp.gradients.parameters import Parameters, any_grad, grads_of, unscale_into
 from apex.amp.gradients.stash import Stash
-from apex.amp.gradients.tensors import accumulate, any_grad, grads_of
+from apex.amp.gradients.tensors import accumulate
 from apex.amp.scale import Scale
 from apex.amp.training import Training
 from apex.ops import _runtime
@@ -164,7 +164,7 @@ class Pass:
                 ledger.stash.refuse_written()
         records = self._records()
         self.synchronised = are_reduced(records)
-        self.is_final = agreement.is_final(self.ledgers, records)
+        self.is_final = is_final(self.ledgers, records)
         for record in records:
             record.is_used = True
         is_captured = _runtime.waits(self.loss.device) and _runtime.capturing()

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import warnings
 import weakref
@@ -135,15 +134,11 @@ class MasterTable:
 
     Attributes:
         changes: How many masters were added, dropped or moved to another device.
-        numbers: Of records of versions and addresses.
-        newest: The number of the last one.
         with_before: Weak references to masters that have a :attr:`Master.before`.
     """
 
     def __init__(self) -> None:
         self.changes = 0
-        self.numbers = itertools.count(1)
-        self.newest = 0
         self.with_before: list[weakref.ref[Master]] = []
         self._lock = threading.RLock()
         self._masters: Any = WeakTensorKeyDictionary()  # weight -> Master

@@ -22,7 +22,8 @@ from operator import attrgetter, itemgetter
 import torch
 
 from apex._compat import private
-from apex.amp.gradients.tensors import accumulate, addresses
+from apex.amp.gradients.parameters import addresses
+from apex.amp.gradients.tensors import accumulate
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _LAYOUT, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("requires_grad")

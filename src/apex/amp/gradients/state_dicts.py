@@ -16,6 +16,7 @@ import torch
 
 from apex.amp.gradients.masters import Master, has_version, table
 from apex.amp.gradients.parameters import Pairs
+from apex.amp.gradients.tensors import is_rounded
 from apex.amp.levels import HALF_TYPES
 
 
@@ -56,10 +57,8 @@ def _entry(weight: torch.Tensor) -> torch.Tensor:
 
 def _is_rounded(master: Master, weight: torch.Tensor) -> bool:
     """Whether ``weight`` is its rounded master; waits for a device."""
-    tensor = master.tensor.detach()
-    if tensor.device != weight.device or weight.is_meta:
-        return tensor.device == weight.device
-    return bool(((tensor.to(weight.dtype) == weight) | (weight != weight)).all())
+    tensor = master.tensor
+    return tensor.device == weight.device and (weight.is_meta or is_rounded(weight, tensor))
 
 
 class LoadFloat32:

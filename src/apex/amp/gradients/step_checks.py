@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from apex.amp.gradients.parameters import Parameters
-from apex.amp.gradients.tensors import any_nonzero, grads_of, pieces, stored_values
+from apex.amp.gradients.parameters import Parameters, grads_of
+from apex.amp.gradients.tensors import any_nonzero, pieces, stored_values
 from apex.amp.training import Training
 from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _MOST_STEPS = 10  # without a change
-_MOST_ELEMENTS = 16  # of each gradient, where the first step is watched
 
-_Place = tuple[int, torch.Tensor]  # the number of a piece, and positions in it
+_Place = tuple[int, torch.Tensor]  # the number of a piece, and a position in it
 
 
 class StepCheck:
@@ -154,7 +153,7 @@ def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
 class _Look:
     """Numbers that change with the values of a tensor, with little memory; they wait for a device.
 
-    With a ``place``, which :func:`_largest` has found, the values there; else of all elements.
+    With a ``place``, which :func:`_largest` has found, the value there; else of all elements.
     """
 
     def __init__(self, tensor: torch.Tensor, place: _Place | None = None) -> None:
@@ -166,8 +165,7 @@ class _Look:
         if self._place is not None:
             number, at = self._place
             (part,) = next(itertools.islice(pieces(value), number, None))
-            values: list[Any] = part.reshape(-1)[at].tolist()
-            return values
+            return [part.reshape(-1)[at].item()]
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
         return [
             number
@@ -187,6 +185,5 @@ def _largest(grad: torch.Tensor) -> _Place | None:
     """Where a gradient is largest, in its first piece that is not all zeros, if there is one."""
     for number, (part,) in enumerate(pieces(grad.detach())):
         if part.any():
-            values = part.abs().flatten()
-            return number, values.topk(min(len(values), _MOST_ELEMENTS)).indices
+            return number, part.abs().argmax()
     return None

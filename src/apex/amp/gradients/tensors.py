@@ -1,16 +1,14 @@
-"""Tensors: what gradients there are and store, adding up, zeros; looks that copy little memory."""
+"""Tensors: what gradients store, adding up, setting to zeros; looks that copy little memory."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from apex._compat import private
 from apex.ops.lists.tensor_lists import OWN_MEMORY, local
 
-_IS_SPARSE = operator.attrgetter("is_sparse")
 _MOST = 2**18  # elements of a piece: what is copied of it stays in a processor's cache
 
 
@@ -28,7 +26,21 @@ def pieces(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
     """Whether ``weight`` equals ``master``, rounded; waits for a device."""
     both = pieces(weight.detach(), master.detach())
-    return all(torch.equal(part, other.to(part.dtype)) for part, other in both)
+    return all(_are_equal(part, other.to(part.dtype)) for part, other in both)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal`` of 16-bit tensors, which compares four elements at a time if it can.
+
+    On a CPU torch takes 3.9 ns for an element of float16 and 1.5 for one of bfloat16; for four as
+    an int64 it takes 1.0. Equal bits are equal values, but for NaN, which no write has to be seen.
+    """
+    both = one, other
+    if all(x.is_contiguous() and x.numel() % 4 == x.storage_offset() % 4 == 0 for x in both):
+        words = [x.reshape(-1).view(torch.int64) for x in both]
+        if torch.equal(*words):
+            return True
+    return torch.equal(one, other)
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
@@ -103,30 +115,3 @@ def any_nonzero(values: Sequence[torch.Tensor]) -> bool:
     """Whether an element of ``values`` is not zero; waits for a device."""
     flags = [value.any() for value in values]
     return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
-
-
-def grads_of(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of those ``weights`` that have one; sparse ones become coalesced."""
-    grads = [grad for weight in weights if (grad := weight.grad) is not None]
-    if not any(map(_IS_SPARSE, grads)):
-        return grads
-    for weight in weights:
-        if weight.grad is not None and weight.grad.is_sparse:
-            weight.grad = weight.grad.coalesce()
-    return [grad for weight in weights if (grad := weight.grad) is not None]
-
-
-def any_grad(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of ``tensors`` has a gradient."""
-    for tensor in tensors:  # noqa: SIM110  # a generator: 0.23 us, not 0.08, for an empty list
-        if tensor.grad is not None:
-            return True
-    return False
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
-    """Where the tensors' memory is; 0 for those that have none of their own."""
-    try:
-        return list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # fake tensors, and wrappers of several tensors
-        return [0] * len(tensors)

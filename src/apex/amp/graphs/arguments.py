@@ -69,6 +69,16 @@ def key_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     return kind, *[(name, key_of(item, tensors)) for name, item in named]
 
 
+def has_number(value: Any) -> bool:
+    """Whether a number or a string is among the arguments: other ones are another key."""
+    if isinstance(value, (tuple, list)):
+        return any(map(has_number, value))
+    if isinstance(value, torch.Tensor):
+        return False
+    named = _named(value)
+    return isinstance(value, (int, str)) if named is None else any(has_number(x) for _, x in named)
+
+
 def rebuilt(
     value: Any, change: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any]
 ) -> Any:

@@ -136,6 +136,7 @@ class CapturedStep(Generic[_Results]):
         self._device_graph: Any = None
         self._graph: _Graph | None = None
         self._why = ""  # there will be no graph
+        self._has_told = False  # of a choice between tensors
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -233,6 +234,13 @@ class CapturedStep(Generic[_Results]):
             self._give_up(probe.found)
         elif probe is not None and is_settled(states):
             self._kinds[key], self._last = probe.followed(self._function, optimizers), self.calls
+            if probe.chosen and not kinds.has_number((args, kwargs)) and not self._has_told:
+                self._has_told = True
+                self._warn(
+                    f"{self._name} reads one of several tensors in `{probe.chosen[0]}`, and a "
+                    "replay reads the same one again. If another call is to read another one, pass "
+                    "the tensor as an argument"
+                )
         elif len(self._kinds) > MOST_KINDS:
             self._give_up(
                 f"its arguments were of {MOST_KINDS} kinds. Pass a number that counts as a tensor "

@@ -32,7 +32,7 @@ from apex._compat import private
 from apex.amp.gradients import captures
 from apex.amp.gradients.ledger import Pass
 from apex.amp.gradients.left import Left
-from apex.amp.gradients.tensors import addresses
+from apex.amp.gradients.parameters import addresses
 from apex.amp.optimizer import OptimizerState, optimizers_inside, state_of
 from apex.amp.training import Training
 

@@ -4,19 +4,29 @@ A graph reads memory. If a program rebinds a name (``mask = masks[i]``) while so
 holds the old tensor, replays would go on with the old one, in silence. So the names in the code of
 the function, and of functions of Python that it calls by name, are looked up as Python would:
 globals, variables around it, ``self``, and one step further the attributes, or keys, of what is
-found there. What is reached otherwise (an element of a list) is not.
+found there; and the lists, tuples and dicts among all these are looked into.
+
+Of several tensors in a list the function may read another one in the next call (``masks[i]``). Then
+the numbers and strings that it reaches by names, such as ``i``, are followed, too. Where there are
+none it is said once. An index that is a number in the code is the same in each call.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-DEPTH = 4  # of functions that call each other
+DEPTH = 4  # of functions that call each other, and of lists in lists
+MOST = 256  # elements of a list that are looked at
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_DRAWS = {"choice", "next", "pop", "popleft", "randint", "random", "randrange", "sample"}
+_NUMBER = "`{}`, by which it may choose a tensor of a list (pass that tensor as an argument),"
 
 
 Row = tuple[Callable[[Any], Any], Sequence[Any], Sequence[str]]
@@ -27,7 +37,7 @@ def rows(
     modules: Iterable[torch.nn.Module],
     is_read: Callable[[torch.Tensor], bool],
     said: str,
-) -> list[Row]:
+) -> tuple[list[Row], list[str]]:
     """What to look at before each replay: what reads a value, its keys, and the words for each.
 
     Args:
@@ -35,42 +45,92 @@ def rows(
         modules: Whose attributes are looked at, too.
         is_read: Whether the function reads a tensor, and neither amp nor a module holds it.
         said: The words.
+
+    Returns:
+        The rows, and the names of lists of which it chose a tensor by nothing that they tell.
     """
-    search = _Search(is_read)
+    search, todo, seen = _Search(is_read), [(function, 0)], set[int]()
     for module in modules:
-        search.look(vars(module).get, [*vars(module)])
-    todo, seen = [(function, 0)], set[int]()
+        known = len(search.choices), len(search.numbers)
+        search.look(vars(module).get, [one for one in vars(module) if one not in _OF_MODULES])
+        if len(search.choices) > known[0]:
+            todo.append((module.forward, 0))
+        else:
+            del search.numbers[known[1] :]
     for one, depth in todo:  # which grows
         own, owner = _unwrapped(one)
         if own is not None and id(own) not in seen and depth <= DEPTH:
             seen.add(id(own))
             todo += [(other, depth + 1) for other in search.code(own, owner)]
-    return [(read, [key], [said]) for read, key in search.found]
+    found: list[Row] = [(read, [key], [said]) for read, key in search.found]
+    is_computed = None in search.constants  # then a number in the code may be another list's index
+    same = {one for one in search.constants if isinstance(one, str) or not is_computed}
+    chosen = [name for name, key in search.choices if key not in same]
+    if chosen:
+        found += [(read, [key], [_NUMBER.format(name)]) for read, key, name in search.numbers]
+    return found, chosen if not search.numbers or search.constants & _DRAWS else []
 
 
 class _Search:
-    """Tensors that are read, by what gives them and the key: a name, or a cell of a closure."""
+    """What is reached by what gives it and the key: a name, a cell of a closure, a path in a list.
+
+    Attributes:
+        found: Tensors that are read.
+        numbers: And strings, with their names.
+        choices: Names of lists of which some tensors are read and others of their kind are not, and
+            the place of one that is.
+        constants: Names, strings, and numbers that the code has as an index; ``None`` if it also
+            computes an index.
+    """
 
     def __init__(self, is_read: Callable[[torch.Tensor], bool]) -> None:
         self.is_read = is_read
         self.found: list[tuple[Callable[[Any], Any], Any]] = []
+        self.numbers: list[tuple[Callable[[Any], Any], Any, str]] = []
+        self.choices: list[tuple[str, Any]] = []
+        self.constants = set[Any]()
 
-    def look(self, read: Callable[[Any], Any], keys: Iterable[Any]) -> list[Any]:
-        """Note the tensors among the values of keys; return the others."""
-        others = []
-        for key in keys:
+    def look(
+        self, read: Callable[[Any], Any], keys: Iterable[Any], names: Iterable[str] | None = None
+    ) -> list[Any]:
+        """Note the tensors, and numbers, among the values of keys; return the others."""
+        others, keys = [], [*keys]
+        for key, name in zip(keys, names or map(str, keys), strict=True):
             value = read(key)
-            if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                if self.is_read(value):
+                    self.found.append((read, key))
+            elif isinstance(value, (int, str)):
+                self.numbers.append((read, key, name))
+            else:
                 others.append(value)
-            elif self.is_read(value):
-                self.found.append((read, key))
+                if isinstance(value, (list, tuple, dict)):
+                    self._look_inside(functools.partial(_at, read, key), value, name)
         return others
+
+    def _look_inside(self, read: Callable[[Any], Any], value: Any, name: str) -> None:
+        """Note the tensors and numbers in a list, a tuple or a dict."""
+        every, used = [], []
+        for path, leaf in _inside(value):
+            if isinstance(leaf, (int, str)):
+                self.numbers.append((read, path, name))
+            elif isinstance(leaf, torch.Tensor):
+                every.append(leaf)
+                if self.is_read(leaf):
+                    used.append((leaf, path[-1]))
+                    self.found.append((read, path))
+        kinds = [(one.shape, one.dtype, one.device) for one in every]
+        for leaf, key in used:
+            mine = (leaf.shape, leaf.dtype, leaf.device)
+            if kinds.count(mine) > [(x.shape, x.dtype, x.device) for x, _ in used].count(mine):
+                self.choices.append((name, key))
 
     def code(self, function: FunctionType, owner: Any) -> list[Any]:
         """Look at what the code of a function names; return the functions that it may call."""
         names = list(dict.fromkeys(_names(function.__code__)))
+        self.constants.update(names, _indices(function.__code__))
         values = self.look(function.__globals__.get, names)
-        values += self.look(_content, function.__closure__ or ())
+        values += self.look(_content, function.__closure__ or (), function.__code__.co_freevars)
         functions = []
         for value in [*values, owner]:
             if isinstance(value, (FunctionType, MethodType, functools.partial)):
@@ -82,6 +142,8 @@ class _Search:
                 functions += [one for one in inner if isinstance(one, FunctionType)]
                 methods = [getattr(type(value), name, None) for name in names]
                 functions += [MethodType(m, value) for m in methods if isinstance(m, FunctionType)]
+                for one in filter(_is_of_the_program, inner):
+                    self.look(vars(one).get, names)
         return functions
 
 
@@ -112,6 +174,49 @@ def _names(code: CodeType) -> Iterator[str]:
             yield one
         elif isinstance(one, CodeType):
             yield from _names(one)
+
+
+def _indices(code: CodeType) -> Iterator[Any]:
+    """Numbers that are an index in a function, and places of lists that it unpacks.
+
+    ``None`` for an index that is computed.
+    """
+    before: Any = None
+    for one in dis.get_instructions(code):
+        is_index = one.opname == "BINARY_SUBSCR" or (one.opname, one.argrepr) == ("BINARY_OP", "[]")
+        if is_index:
+            is_number = before.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+            yield before.argval if is_number else None
+        elif one.opname == "UNPACK_SEQUENCE":
+            yield from range(one.argval)
+        before = one
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _indices(inner)
+
+
+def _inside(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The elements of a list, a tuple or a dict, and of those in it, with the path to each."""
+    todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    found = []
+    for path, one in todo:  # which grows
+        if not isinstance(one, (list, tuple, dict)):
+            found.append((path, one))
+        elif len(path) < DEPTH:
+            pairs = [*islice(one.items() if isinstance(one, dict) else enumerate(one), MOST)]
+            todo += [((*path, key), inner) for key, inner in pairs[: max(0, MOST - len(todo))]]
+    return found
+
+
+def _at(read: Callable[[Any], Any], key: Any, path: tuple[Any, ...]) -> Any:
+    """An element of a list, a tuple or a dict; ``None`` if it is not there any more."""
+    value = read(key)
+    try:
+        for one in path:
+            value = value[one]
+    except (LookupError, TypeError):
+        return None
+    return value
 
 
 def _content(cell: Any) -> Any:

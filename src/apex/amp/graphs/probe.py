@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from apex._compat import private
 from apex._compat.private import tree_leaves
-from apex.amp.gradients.tensors import addresses
+from apex.amp.gradients.parameters import addresses
 from apex.amp.graphs import names as reached
 from apex.amp.graphs.followed import (
     READ,
@@ -73,11 +73,14 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         found: The first such thing, and what to do instead.
+        chosen: Names of lists of which the function read one of several tensors, by what nothing
+            tells.
     """
 
     def __init__(self, device: torch.device, arguments: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.found, self._adds = device, "", False
+        self.chosen: list[str] = []
         elsewhere = [one.device for one in arguments if not self._is_here(one.device)]
         if elsewhere:
             self.found = (
@@ -96,6 +99,7 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # has read, whether they are still there, and the line.
         self._made = {key for one in known if (key := _storage_key(one)) is not None}
         self._read: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._starts = set[int]()  # where the tensors begin that it has read: some share a storage
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -129,16 +133,17 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 trainings.append(training)
                 own |= keys
         weights = [x for state in states for x in (*state.params.targets, *state.params.tensors)]
+
+        def is_read(one: torch.Tensor) -> bool:
+            key = _storage_key(one)
+            return key in self._read and key not in own and addresses([one])[0] in self._starts
+
+        named, self.chosen = reached.rows(function, modules_of(trainings), is_read, READ)
         return Followed(
             optimizers,
             trainings,
             [storage for key, (storage, _) in self._read.items() if key not in own],
-            named=reached.rows(
-                function,
-                modules_of(trainings),
-                lambda one: (key := _storage_key(one)) in self._read and key not in own,
-                READ,
-            ),
+            named=named,
             clears=not self._adds and any(id(weight) in self._grads for weight in weights),
             toggled={id(one) for one, before in self._trained if one.requires_grad != before},
         )
@@ -150,6 +155,8 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         for leaf in leaves:
             key = _storage_key(leaf) if self._is_here(leaf.device) else None
+            if key in self._read:
+                self._starts.update(addresses([leaf]))
             if key is None or key in self._made or key in self._read:
                 continue
             frame = _reader(sys._getframe(2))
@@ -158,6 +165,7 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 line = _line(frame, frame.f_lineno)
                 self._read[key] = _weak(leaf), line
+                self._starts.update(addresses([leaf]))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -264,6 +264,7 @@ class InFormat(Products):
     Attributes:
         gradients: Those that reached the results of products, not rounded, by the numbers of
             product and result; with the loss scale.
+        results: Of products whose results alone are rounded, before that.
     """
 
     def __init__(
@@ -272,6 +273,7 @@ class InFormat(Products):
         super().__init__()
         self.rounding, self.chosen, self.is_centred = rounding, chosen, is_centred
         self.gradients = dict[tuple[int, int], torch.Tensor]()
+        self.results: list[torch.Tensor] = []
 
     def product(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Round what goes in and comes out, if it is chosen."""
@@ -307,6 +309,7 @@ class InFormat(Products):
             error = again[number] - found[place].detach()
             others = [n for n in range(error.dim()) if n != error.dim() + channel]
             error = error - error.mean(others, keepdim=True) if others else error
+            self.results += [found[place]] if found[place].requires_grad else []
             back = partial(self._see, (self.count, number))
             found[place] = mapped(found[place], error.add, back)
         return tree_unflatten(found, tree)

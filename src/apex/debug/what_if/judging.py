@@ -33,6 +33,7 @@ from apex.debug.what_if.whole import Gradients, Level, SinglePass, Whole, cosine
 
 ENOUGH = 8  # batches
 SUSPECTS = 8  # of a format, the worst, that are tried in the whole model
+OFFSETS = 16  # and layers whose spread may be lost: of each a third of a pass
 LARGEST, LARGEST_SCALE = torch.finfo(torch.float16).max, 2.0**24  # amp's own limit
 # Relative, of the gradient that reaches a result whose spread is lost, where a cosine of 0.999 is
 # safe; in e4m3, where 0.98 is, 4.5 times as much.
@@ -177,6 +178,7 @@ class Study:
     ) -> None:
         self.model, self.loss, self.batches, self.forms = model, loss, batches, forms
         self._progress = progress
+        self._first: SinglePass | None = None  # over the first batch
         self.random, self.ranges, self.trace = calls.random_states(), Ranges(), ProductTrace()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.called, self.reached = {id(one) for one in model.modules()}, set[int]()
@@ -207,6 +209,8 @@ class Study:
                 for piece in trace.pieces:
                     self._judge(number, piece, roundings)
                 trace.forget()
+                if self._first is None:
+                    self._first = SinglePass(trace.loss, gradients)
                 after(gradients)
                 before = len(self.batches) if has_scale else 0
                 self._progress(before + number + 1, before + len(self.batches))
@@ -223,8 +227,10 @@ class Study:
         from apex.amp.functions import disable_casts  # a watch does without amp
         from apex.amp.trial import preserved
 
-        with unchanged(self.model):
-            exact = self._plain_pass(self.model, 1.0)
+        exact = self._first
+        if exact is None or any(True for _ in self.model.buffers()):  # which each pass may change
+            with unchanged(self.model):
+                exact = self._plain_pass(self.model, 1.0)
         compare = partial(whole.compared, exact, usual=self.ranges.loss)
         found = []
         with preserved():
@@ -251,6 +257,7 @@ class Study:
         scale: float = 1.0,
         model: torch.nn.Module | None = None,
         around: Callable[[], Any] = nullcontext,
+        ends: Sequence[torch.Tensor] | None = None,
     ) -> Gradients:
         """One pass over a batch in a context; the gradients of the parameters times ``scale``.
 
@@ -260,6 +267,7 @@ class Study:
             scale: Of the loss.
             model: Another one than the study's.
             around: Makes a context for the backward.
+            ends: A list that the forward fills: their gradients are computed, and no others.
         """
         calls.set_random_states(self.random)
         parameters = self.parameters
@@ -282,7 +290,7 @@ class Study:
                 found = calls.by_backward([loss], [torch.ones_like(loss)], parameters, keep=False)
         else:
             with around():
-                found = [*torch.autograd.grad(loss, parameters, allow_unused=True)]
+                found = [*torch.autograd.grad(loss, ends or parameters, allow_unused=True)]
         return [None if one is None else one.to_dense() for one in found]
 
     def _note_gradients(self, number: int, trace: ProductTrace, gradients: Gradients) -> None:
@@ -351,7 +359,8 @@ class Study:
                 together([pair])
             if others[SUSPECTS:]:
                 together(others[SUSPECTS:])
-            _try_offsets(by_offset, rounding.form, together)
+            is_cleared = partial(self._is_cleared, products, exact, rounding)
+            _try_offsets(by_offset, rounding.form, together, is_cleared)
         for layer in layers:
             for name, verdict in layer.verdicts.items():
                 _accuse(verdict, next(one.form for one in roundings if one.form.name == name))
@@ -366,21 +375,51 @@ class Study:
         """Run the first batch with a group of layers in a format; note what becomes of it."""
         ids = {id(layer) for layer, _ in group}
         own = {n for n, one in enumerate(products) if id(self.layers[id(one.owner)]) in ids}
+        by_offset = not group[0][1].why
         for down in (0, 5) if rounding.scale != 1.0 else (0,):  # a dynamic scale would fall
             scale = rounding.scale * 2.0**-down
-            lower = Rounding(rounding.form, scale)
-            alone = InFormat(lower, own, is_centred=not group[0][1].why)
+            alone = InFormat(Rounding(rounding.form, scale), own, is_centred=by_offset)
             unscaled = [_unscaled(one, scale) for one in self.passed(0, alone, scale)]
             if not math.isfinite(alone.loss) or whole.is_finite(unscaled):
                 break
         found = whole.compared(exact, SinglePass(alone.loss, unscaled), self.ranges.loss)
         for layer, verdict in group:
-            numbers = {n for n in own if self.layers[id(products[n].owner)] is layer}
-            off = _own_error(products, alone, numbers, verdict)
-            allowed = OWN_ERROR * math.sqrt((1.0 - rounding.form.safe) / 0.001)
-            verdict.is_needed = bool(verdict.inf or found.why or off > allowed)
+            is_off = self._is_off(products, alone, layer, verdict)
+            verdict.is_needed = bool(verdict.inf or found.why or is_off)
             verdict.whole = found
         return group
+
+    def _is_cleared(
+        self, products: Sequence[ProductCall], exact: SinglePass, rounding: Rounding, one: Suspect
+    ) -> bool:
+        """Whether a layer whose spread may be lost changes little of the first batch, alone.
+
+        Asked of a layer whose group left the gradients of the weights right: the backward goes as
+        far as its own results, which takes a third of the time.
+        """
+        layer, verdict = one
+        own = {n for n, x in enumerate(products) if self.layers[id(x.owner)] is layer}
+        alone = InFormat(rounding, own, is_centred=True)
+        self.passed(0, alone, rounding.scale, ends=alone.results)
+        is_near = abs(alone.loss - exact.loss) <= whole.LOSS * self.ranges.loss
+        is_off = self._is_off(products, alone, layer, verdict)
+        verdict.is_needed = bool(verdict.inf or is_off or not is_near)
+        return not verdict.is_needed
+
+    def _is_off(
+        self, products: Sequence[ProductCall], alone: InFormat, layer: Layer, verdict: LayerVerdict
+    ) -> bool:
+        """Whether the gradients that reach the results of a layer are, where its spread is lost."""
+        if verdict.spread is None or not verdict.spread.is_lost:
+            return False
+        off = size = 0.0
+        for (number, place), found in alone.gradients.items():
+            exact = products[number].gradients.get(place)
+            if exact is not None and self.layers[id(products[number].owner)] is layer:
+                off += float((found / alone.rounding.scale - exact).square().sum())
+                size += float(exact.square().sum())
+        allowed = OWN_ERROR * math.sqrt((1.0 - alone.rounding.form.safe) / 0.001)
+        return bool(size) and not math.sqrt(off / size) * verdict.spread.times <= allowed
 
     @staticmethod
     def _suspects(layers: Sequence[Layer], form: Format) -> list[Suspect]:
@@ -410,45 +449,30 @@ class Plain(nullcontext[None]):
 
 
 def _try_offsets(
-    pairs: Sequence[Suspect], form: Format, together: Callable[..., Sequence[Suspect]]
+    pairs: Sequence[Suspect],
+    form: Format,
+    together: Callable[[Sequence[Suspect]], Sequence[Suspect]],
+    is_cleared: Callable[[Suspect], bool],
 ) -> None:
-    """Try layers whose spread may be lost, together as long as that clears any of them.
+    """Try layers whose spread may be lost: together, since most often none is needed in float32.
 
-    Most often none is needed in float32. But the errors of one reach the others: the last one, the
-    nearest to the loss, is tried alone, and then those that were not cleared without it. What is
-    left after SUSPECTS of them is not decided, and to be looked at.
+    But the errors of one reach the others. So those that were not cleared are tried alone, the
+    nearest to the loss first. What is left after OFFSETS of them is to be looked at.
     """
-    clears = True
-    for _ in range(SUSPECTS):
-        if len(pairs) > 1 and clears:
-            needed = [pair for pair in together(pairs) if pair[1].is_needed]
-            clears, pairs = len(needed) < len(pairs), needed
-        if pairs:
-            together(pairs[-1:])
-        pairs = pairs[:-1]
-    for _, verdict in together(pairs) if pairs else ():
-        if verdict.is_needed and verdict.spread is not None:
+    if len(pairs) > 1:
+        pairs = [pair for pair in together(pairs) if pair[1].is_needed]
+    for pair in pairs[::-1][:OFFSETS]:
+        by_group = pair[1].whole
+        if by_group is None or by_group.why or not is_cleared(pair):
+            together([pair])
+    for _, verdict in pairs[::-1][OFFSETS:]:
+        if verdict.spread is not None:
             verdict.is_needed = False
             verdict.state, verdict.why = "look", verdict.spread.why(form)
 
 
 def _is_lost(verdict: LayerVerdict) -> bool:
     return verdict.spread is not None and verdict.spread.is_lost
-
-
-def _own_error(
-    products: Sequence[ProductCall], alone: InFormat, own: set[int], verdict: LayerVerdict
-) -> float:
-    """How far the gradients that reach the results of a layer are off, where its spread is lost."""
-    if verdict.spread is None or not verdict.spread.is_lost:
-        return 0.0
-    off = size = 0.0
-    for (number, place), found in alone.gradients.items():
-        exact = products[number].gradients.get(place)
-        if exact is not None and number in own:
-            off += float((found / alone.rounding.scale - exact).square().sum())
-            size += float(exact.square().sum())
-    return math.sqrt(off / size) * verdict.spread.times if size else 0.0
 
 
 def _accuse(verdict: LayerVerdict, form: Format) -> None:

@@ -20,14 +20,7 @@ from typing import Any
 import torch
 
 from apex.ops import _runtime
-from apex.ops._check import (
-    FLOATS,
-    INTEGERS,
-    ArgumentError,
-    check_shape,
-    check_tensors,
-    traced,
-)
+from apex.ops._check import INTEGERS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import WIDE
 from apex.ops._op import op
 from apex.ops.norms._scripted import left_to_python
@@ -50,26 +43,13 @@ def _torchs(in2: torch.Tensor, in1: Any, index: Any) -> torch.Tensor | None:
     return rows * in2 if rows.shape == in2.shape else None
 
 
-def _fitting(in2: torch.Tensor, in1: Any, index: Any) -> tuple[torch.Tensor, ...] | None:
-    if type(in1) not in _runtime.TENSOR_TYPES or type(index) is not torch.Tensor:
+def _fitting(
+    in2: torch.Tensor, in1: torch.Tensor, index: torch.Tensor
+) -> tuple[torch.Tensor, ...] | None:
+    fits = in1.dim() == in2.dim() == 2 and in1.dtype == in2.dtype and index.dtype in INTEGERS
+    if not fits or in1.shape[1:] != in2.shape[1:] or index.shape != in2.shape[:1] or not len(in1):
         return None
-    if not in1.dim() == in2.dim() == 2 or index.dim() != 1:
-        return None
-    (rows, columns), (size, same), dtype, device = in1.shape, in2.shape, in2.dtype, in2.device
-    return (
-        (in2, in1, index)
-        if (
-            columns == same
-            and index.numel() == size
-            and (rows > 0 or not size)
-            and in1.dtype == dtype
-            and dtype in FLOATS
-            and index.dtype in INTEGERS
-            and in1.device == device
-            and index.device == device
-        )
-        else None
-    )
+    return in2, in1, index
 
 
 OP = op(

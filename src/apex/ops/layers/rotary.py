@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +107,6 @@ OP = op(
     compiles_to_operator=lambda *args: False,
 )
 by_row(OP, reference)
-_NOT_ASKED = object()
 
 
 class Rotation(NamedTuple):
@@ -118,18 +117,14 @@ class Rotation(NamedTuple):
     positions: Optional
     dim: int
 
-    def rotate(self, t: Tensor, implementation: Any = _NOT_ASKED) -> Tensor:
-        """Rotate ``t``; a method by name, because Dynamo of torch 2.9 calls no named tuple.
-
-        ``implementation``: what ``OP.choose(t)`` gave, if it was asked.
-        """
+    def rotate(self, t: Tensor) -> Tensor:
+        """Rotate ``t``; a method by name, because Dynamo of torch 2.9 calls no named tuple."""
         packed, swapped = t.dim() == 3, self.dim and self.positions is None
         if packed:
             t = t[:, None]
         elif swapped:  # positions first, and second in memory
             t = t.transpose(0, 1)
-        if implementation is _NOT_ASKED:
-            implementation = OP.choose(t)
+        implementation = OP.choose(t)
         if implementation is UNSURE or not type(self.cos) is type(self.sin) is torch.Tensor:
             y = OP(t, *self)
         elif implementation is None:
@@ -147,21 +142,17 @@ class Rotation(NamedTuple):
 
 def rotate_by_angles(t: Tensor, freqs: Tensor, transpose: bool) -> Tensor:
     """Rotate by :func:`by_angles`; of few elements by torch's functions, after one decision."""
-    implementation = OP.choose(t)
-    if implementation is None and not transpose and _fit(t, freqs):
+    if OP.choose(t) is None and not transpose and _fit(t, freqs):
         return _rotated(t, freqs.cos(), freqs.sin())
-    (angles,) = _tables(t, "s, b, h, d", freqs=freqs)
-    return Rotation(angles.cos(), angles.sin(), None, int(transpose)).rotate(t, implementation)
+    return by_angles(t, freqs, transpose).rotate(t)
 
 
 def rotate_by_tables(t: Tensor, cos: Tensor, sin: Tensor, transpose: bool) -> Tensor:
     """The same by :func:`by_tables`."""
-    implementation = OP.choose(t)
-    small = implementation is None and not transpose
+    small = OP.choose(t) is None and not transpose
     if small and _fit(t, cos) and _fit(t, sin) and cos.shape == sin.shape:
         return _rotated(t, cos, sin)
-    cos, sin = _tables(t, "s, b, h, d", cos=cos, sin=sin)
-    return Rotation(cos, sin, None, int(transpose)).rotate(t, implementation)
+    return by_tables(t, cos, sin, transpose).rotate(t)
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

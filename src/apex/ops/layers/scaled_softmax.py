@@ -160,7 +160,7 @@ def _torchs(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Ten
     else:
         if causal or type(mask) is not torch.Tensor or not mask.dim() == dims <= 4:
             return None
-        if mask.device != x.device:
+        if mask.device != x.device:  # of meta, which torch would take
             return None
         if mask.dtype == torch.uint8:
             mask = mask == 1
@@ -170,19 +170,12 @@ def _torchs(x: torch.Tensor, mask: Any, scale: float, causal: bool) -> torch.Ten
     return y if dtype in WIDE else y.to(dtype)
 
 
-def _fitting(
-    x: torch.Tensor, mask: Any, scale: float, causal: bool
-) -> tuple[torch.Tensor, Optional, float, bool] | None:
+def _fitting(x: torch.Tensor, mask: Optional, scale: float, causal: bool) -> Any:
     shape, dims = x.shape, x.dim()
-    if dims < 2 or x.dtype not in FLOATS or (causal and shape[-2] != shape[-1]):
+    if dims < 2 or (causal and shape[-2] != shape[-1]):
         return None
     if mask is not None:
-        if not (
-            type(mask) is torch.Tensor
-            and mask.dtype in _MASKS
-            and mask.device == x.device
-            and mask.dim() == dims <= 4
-        ):
+        if mask.dtype not in _MASKS or not mask.dim() == dims <= 4:
             return None
         for size, whole in zip(mask.shape, shape, strict=True):
             if size not in (1, whole):

@@ -7,7 +7,7 @@ out and in again, and round it to 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -19,6 +19,8 @@ from apex.ops._by_row import by_row
 from apex.ops._check import check_shape, check_tensors
 from apex.ops._dtypes import NARROW, WIDE, wide
 from apex.ops._op import op
+
+_silu: Callable[[torch.Tensor], torch.Tensor] = private.silu  # what F.silu calls
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -36,25 +38,13 @@ def _torchs(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
         or up.shape != gate.shape
     ):
         return None
-    y: torch.Tensor | None = None
     if dtype in WIDE:
-        y = private.silu(gate) * up  # what F.silu calls
-    elif dtype in NARROW:
-        y = (private.silu(gate.float()) * up.float()).to(dtype)
-    return y
+        return _silu(gate) * up
+    return (_silu(gate.float()) * up.float()).to(dtype) if dtype in NARROW else None
 
 
 def _fitting(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    return (
-        (gate, up)
-        if (
-            type(up) in _runtime.TENSOR_TYPES
-            and up.dtype == gate.dtype
-            and up.device == gate.device
-            and up.shape == gate.shape
-        )
-        else None
-    )
+    return (gate, up) if up.dtype == gate.dtype and up.shape == gate.shape else None
 
 
 OP = op(

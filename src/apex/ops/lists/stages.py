@@ -94,17 +94,17 @@ def finish_on_shards(
         total: Adds up over ranks, see :func:`apex.ops.lists.placements.over_ranks`.
     """
     # All first stages run before the first collective: one for each kind then serves all updates.
-    begun = [(owners, stages, next(stages, None)) for owners, stages in updates if stages]
+    begun = [(params, stages, next(stages, None)) for params, stages in updates if stages]
     place = {id(param): number for number, param in enumerate(sharded)}
     for kind in sorted(kinds):
         parts: list[tuple[list[int], torch.Tensor]] = []
         waiting = []
-        for owners, stages, sums in begun:
+        for params, stages, sums in begun:
             if sums is None or sums.kind != kind:
                 continue
             # Positions of sharded parameters: in this update, and in what all ranks send.
-            mine = [n for n, param in enumerate(owners) if id(param) in place]
-            there = [place[id(owners[n])] for n in mine]
+            mine = [n for n, param in enumerate(params) if id(param) in place]
+            there = [place[id(params[n])] for n in mine]
             values = sums.values.t()
             waiting.append((stages, values, mine, there))
             if mine:

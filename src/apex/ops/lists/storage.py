@@ -213,6 +213,15 @@ class StepOptions(NamedTuple):
     quantized: tuple[Quantized, ...] = ()
     dither: Dither | None = None
 
+    def on(self, device: torch.device) -> StepOptions:
+        """The same for launches on a device."""
+        factor, noop = self.factor, self.noop
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(device, non_blocking=True)
+        if noop is not None:
+            noop = noop.to(device, non_blocking=True)
+        return self._replace(factor=factor, noop=noop)
+
 
 DEFAULT_OPTIONS = StepOptions()
 

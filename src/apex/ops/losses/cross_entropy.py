@@ -132,43 +132,32 @@ def _torchs(
 ) -> torch.Tensor | None:
     """By the function that F.cross_entropy calls, which checks sizes and labels itself."""
     if (
-        labels.dtype == torch.int64  # floating ones would be probabilities
-        and logits.dim() == 2
-        and logits.dtype in FLOATS
-        and logits.numel() > 0
-        and 0.0 <= smoothing <= 1.0
+        labels.dtype != torch.int64  # floating ones would be probabilities
+        or logits.dim() != 2
+        or logits.dtype not in FLOATS
+        or not logits.numel()
+        or not logits.is_cpu
+        or not 0.0 <= smoothing <= 1.0
     ):
-        # In float64 ``p_label - 1`` keeps seven digits more than float32 has. 0: no reduction
-        y: torch.Tensor = _of_torch(logits.double(), labels, None, 0, padding_idx, smoothing)
-        return y if logits.dtype == torch.float64 else y.float()
-    return None
+        return None
+    # In float64 ``p_label - 1`` keeps seven digits more than float32 has. 0: no reduction.
+    y: torch.Tensor = _of_torch(logits.double(), labels, None, 0, padding_idx, smoothing)
+    return y if logits.dtype == torch.float64 else y.float()
 
 
 def _fitting(
-    logits: torch.Tensor, labels: Any, smoothing: float, padding_idx: int
-) -> tuple[torch.Tensor, torch.Tensor, float, int] | None:
-    if type(labels) is not torch.Tensor or logits.dim() != 2 or labels.dim() != 1:
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
+) -> tuple[Any, ...] | None:
+    fits = labels.dtype == torch.int64 and logits.dim() == 2 and labels.shape == logits.shape[:1]
+    if not fits or not 0.0 <= smoothing <= 1.0:
         return None
-    rows, classes = logits.shape
-    return (
-        (logits, labels, float(smoothing), int(padding_idx))
-        if (
-            labels.dtype == torch.int64
-            and labels.numel() == rows
-            and classes > 0
-            and logits.dtype in FLOATS
-            and labels.device == logits.device
-            and 0.0 <= smoothing <= 1.0
-        )
-        else None
-    )
+    return logits, labels, float(smoothing), int(padding_idx)
 
 
 # torch's stub of it is wrong in a type.
 _of_torch: Any = private.cross_entropy_loss
 
-# Eager calls, whose backward makes the softmax again, read no lse: that takes two passes over a
-# piece, a fifth of the forward's time.
+# For eager calls, whose backward makes the softmax again: an lse takes two passes over a piece.
 _EAGER = SimpleNamespace(forward=partial(_forward, wants_lse=False), backward=_backward)
 OP = op(
     "cross_entropy(Tensor logits, Tensor labels, float smoothing, int padding_idx)"
@@ -219,13 +208,14 @@ def losses(
     """Compute the loss of each row: :func:`cross_entropy` with the arguments of NVIDIA's Apex."""
     try:
         y = OP.usual(logits, labels, smoothing, padding_idx)
-        if y is None:
-            smoothing, padding_idx = float(smoothing), int(padding_idx)
-            check("cross_entropy", logits, labels, smoothing)
-            y = OP(logits, labels, smoothing, padding_idx)
+    except (IndexError, RuntimeError):
+        y = None
+    if y is not None:
         return y
-    except ArgumentError:
-        raise
+    smoothing, padding_idx = float(smoothing), int(padding_idx)
+    check("cross_entropy", logits, labels, smoothing)
+    try:
+        return OP(logits, labels, smoothing, padding_idx)
     except (IndexError, RuntimeError):  # PyTorch's says neither which row nor what is allowed
         check_labels("cross_entropy", labels, logits.shape[1], padding_idx)
         raise

@@ -63,23 +63,17 @@ def _fitting(
     logits: torch.Tensor, targets: Any, num_positives: Any, classes: Any, alpha: Any, gamma: Any,
     smoothing: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    if not (
-        type(targets) is type(num_positives) is torch.Tensor
-        and type(classes) is int
-        and type(alpha) is type(gamma) is type(smoothing) is float
-    ):
+    shares = type(classes) is int and type(alpha) is type(gamma) is type(smoothing) is float
+    if not shares or num_positives.dtype not in _runtime.DTYPES or num_positives.numel() != 1:
         return None
     *shape, columns = logits.shape
     if not (
         targets.dtype in INTEGERS
-        and num_positives.dtype in _runtime.DTYPES
-        and num_positives.numel() == 1
         and [*targets.shape] == shape
         and 1 <= classes <= columns
         and 0.0 <= alpha <= 1.0
         and 0.0 <= smoothing <= 1.0
         and 0.0 <= gamma < math.inf
-        and targets.device == num_positives.device == logits.device
     ):
         return None
     if targets.is_cpu:

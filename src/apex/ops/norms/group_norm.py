@@ -244,18 +244,12 @@ def _torchs(
 def _fitting(
     x: torch.Tensor, weight: Any, bias: Any, groups: Any, eps: float, silu: bool
 ) -> tuple[Any, ...] | None:
-    if not (type(groups) is int and groups > 0 and x.dim() > 1 and x.dtype in FLOATS and x.numel()):
+    if type(groups) is not int or groups < 1 or x.dim() < 2 or x.shape[1] % groups:
         return None
-    channels, device = x.shape[1], x.device
     for tensor in (weight, bias):
-        if tensor is not None and not (
-            type(tensor) in _runtime.TENSOR_TYPES
-            and tensor.dtype in FLOATS
-            and tensor.device == device
-            and tensor.shape == (channels,)
-        ):
+        if tensor is not None and (tensor.dtype not in FLOATS or tensor.shape != x.shape[1:2]):
             return None
-    return None if channels % groups else (x, weight, bias, groups, float(eps), silu)
+    return x, weight, bias, groups, float(eps), silu
 
 
 OP = op(

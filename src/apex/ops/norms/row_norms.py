@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from apex.ops import _runtime
 from apex.ops._by_row import by_row
 from apex.ops._check import FLOATS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import NARROW, WIDE, Optional, to_dtype, wide
@@ -74,21 +73,10 @@ def _fitting(
     row = shape if isinstance(shape, tuple) else tuple(shape) if isinstance(shape, list) else ()
     if not row or x.shape[-len(row) :] != row or (bias is not None and weight is None):
         return None
-    dtype, device = x.dtype, x.device
     for tensor in (weight, bias):
-        if tensor is not None and not (
-            type(tensor) in _runtime.TENSOR_TYPES
-            and tensor.dtype == dtype
-            and tensor.device == device
-            and tensor.shape == row
-        ):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.shape != row):
             return None
-    return x, weight, bias, shape, eps, centered, dtype
-
-
-def _fitting_with_dtype(*given: Any) -> tuple[Any, ...] | None:
-    args = _fitting(*given)
-    return args and (*args, args[-1])
+    return x, weight, bias, shape, eps, centered, x.dtype
 
 
 _ARGUMENTS = (
@@ -118,7 +106,7 @@ MEMORY_EFFICIENT = op(
     pieces=row_norm_pieces,
     autocast="half",
     torchs=_torchs,
-    fitting=_fitting_with_dtype,
+    fitting=lambda *given: (args := _fitting(*given)) and (*args, args[-1]),
 )
 
 

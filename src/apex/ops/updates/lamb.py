@@ -112,6 +112,7 @@ def trusted_rates(
     return lr * torch.where(trusted, params / terms, 1.0)
 
 
+@torch.no_grad()
 def lamb_(
     columns: Sequence[TensorList], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
@@ -124,11 +125,10 @@ def lamb_(
         finish(lamb_stages(columns, hyper, options))
 
 
-@torch.no_grad()
 def lamb_stages(
     columns: Sequence[TensorList], hyper: Lamb, options: StepOptions = DEFAULT_OPTIONS
 ) -> Stages:
-    """Take the same step on parts of tensors.
+    """Take the same step on parts of tensors, without autograd around it.
 
     Yields:
         The sums of the squares of weights and terms, :data:`SQUARES`, where ``hyper.adapts``. It is

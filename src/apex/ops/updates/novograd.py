@@ -126,6 +126,7 @@ def kind_of(norm_type: int) -> Kind:
     return Kind(1, norm_type == 0)
 
 
+@torch.no_grad()
 def novograd_(
     columns: Sequence[TensorList], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> None:
@@ -133,11 +134,10 @@ def novograd_(
     finish(novograd_stages(columns, hyper, options))
 
 
-@torch.no_grad()
 def novograd_stages(
     columns: Sequence[TensorList], hyper: NovoGrad, options: StepOptions = DEFAULT_OPTIONS
 ) -> Stages:
-    """Take the same step on parts of tensors.
+    """Take the same step on parts of tensors, without autograd around it.
 
     Yields:
         The sum of the squares of each gradient, or its largest magnitude: :func:`kind_of`. It is to
@@ -147,7 +147,7 @@ def novograd_stages(
     norms = as_vector(column)
     measure = max_norms if hyper.norm_type == 0 else square_sums
     sums = measure(columns[0], factor=options.factor)
-    (current,) = yield Sums(sums.view(1, -1), *kind_of(hyper.norm_type)[1:])
+    current = (yield Sums(sums.view(1, -1), *kind_of(hyper.norm_type)[1:]))[0]
     new = hyper.blended(norms, current if hyper.norm_type == 0 else current.sqrt())
     if options.noop is not None:
         new = torch.where(options.noop.reshape(()) != 0, norms, new)

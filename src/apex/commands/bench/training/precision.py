@@ -87,7 +87,7 @@ class _Amp(Precision):
 
     def scale(self) -> float | torch.Tensor:
         scaler = self._scaler  # amp.state_dict() would wait for a GPU
-        scale = scaler.scale_on(scaler._state.device)
+        scale = scaler.scale_on(scaler.numbers.device)
         return scale.clone() if isinstance(scale, torch.Tensor) else scale
 
 

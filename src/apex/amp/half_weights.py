@@ -1,0 +1,119 @@
+"""Float16 weights under a scaler of torch's, which trainers make themselves.
+
+Torch's scaler refuses float16 gradients: to divide them in memory would make small ones 0. With
+``param.grad_dtype`` they can be float32 while they are divided, clipped and stepped. Only then:
+in a backward pass DistributedDataParallel expects gradients of the weights' dtype.
+
+    scaler.unscale_(optimizer)      float16 gradients become float32, then torch divides them
+    clip_grad_norm_(...)            of float32 gradients
+    scaler.step(optimizer)          the fused step; then they are float16 again
+
+Nothing of an optimizer is called at ``unscale_``. So from the first call of
+:func:`float16_weights` on these two methods of ``torch.amp.GradScaler`` are ours in the whole
+process; for other optimizers they do what they did.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import torch
+
+from apex._compat import HAS_GRAD_DTYPE
+
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+
+
+def float16_weights(optimizer: _Optimizer) -> _Optimizer:
+    """Let ``torch.amp.GradScaler``, and so any trainer, train float16 weights of an optimizer.
+
+    Call it once, before the first step. Loops stay as they are: ``unscale_``, torch's
+    ``clip_grad_norm_`` and ``step``, also with DistributedDataParallel and FSDP2. Between
+    ``unscale_`` and the end of ``step`` float16 gradients are float32: 4 bytes more for each
+    float16 weight. Gradients add up in float16 before. There are no float32 copies of weights.
+
+    Args:
+        optimizer: One of ``apex.optimizers``, with float16 parameters; others in it are left alone.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        RuntimeError: torch is older than 2.13.
+        TypeError: The optimizer cannot step float16 weights by float32 gradients.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+        >>> optimizer = float16_weights(apex.optimizers.FusedAdam([weight]))
+        >>> scaler = torch.amp.GradScaler("cpu")
+        >>> scaler.scale(weight.float().mean()).backward()
+        >>> scaler.unscale_(optimizer)
+        >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        tensor(0.5774)
+        >>> scaler.step(optimizer)
+    """
+    if not HAS_GRAD_DTYPE:
+        raise RuntimeError(
+            f"amp.float16_weights needs torch 2.13 (Tensor.grad_dtype); this is "
+            f"{torch.__version__}. Use apex.amp.GradScaler, or keep the weights in float32 and "
+            "compute under torch.autocast."
+        )
+    if not callable(getattr(optimizer, "step_scaled", None)):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"amp.float16_weights: {name} cannot step float16 weights by float32 gradients; pass "
+            "an optimizer of apex.optimizers: "
+            "amp.float16_weights(apex.optimizers.FusedAdam(model.parameters(), lr=1e-3))"
+        )
+    vars(optimizer).setdefault("_widened", [])
+    _follow_scalers()
+    return optimizer
+
+
+@functools.cache
+def _follow_scalers() -> None:
+    """Replace two methods of torch's scaler, once."""
+    unscale, step = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.step
+
+    @functools.wraps(unscale)
+    def unscale_(self: Any, optimizer: Any) -> None:
+        if self.is_enabled():
+            _widen(optimizer)
+        unscale(self, optimizer)
+
+    @functools.wraps(step)
+    def stepped(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(self, optimizer, *args, **kwargs)
+        finally:  # a skipped step has no hooks
+            _narrow(optimizer)
+
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+    torch.amp.GradScaler.step = stepped  # type: ignore[method-assign]
+
+
+def _widen(optimizer: Any) -> None:
+    """Make float16 gradients float32."""
+    widened: list[Any] | None = getattr(optimizer, "_widened", None)
+    if widened is None:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.grad.dtype == torch.float16:
+                _set(param, torch.float32)
+                widened.append(param)
+
+
+def _narrow(optimizer: Any) -> None:
+    """Make them float16 again."""
+    widened: list[Any] = getattr(optimizer, "_widened", None) or []
+    while widened:
+        _set(widened.pop(), torch.float16)
+
+
+def _set(param: Any, dtype: torch.dtype) -> None:
+    """Change the dtype of a gradient: torch allows it while there is none."""
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    param.grad = None if grad is None else grad.detach().to(dtype)
