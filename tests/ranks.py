@@ -63,7 +63,7 @@ def error_of(function, *args, **more):
     try:
         function(*args, **more)
     except Exception as error:  # noqa: BLE001  the test looks at it
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".replace("\n", " ")
     return ""
 
 

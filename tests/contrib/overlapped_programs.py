@@ -17,7 +17,7 @@ from apex.contrib.optimizers.distributed_fused_adam import (
     _disable_pre_forward_hook,
 )
 from tests.contrib.overlapped_readers import RIGHT, SAID, SLOW, Model, Part, weights
-from tests.ranks import COLLECTIVE
+from tests.ranks import COLLECTIVE, error_of
 
 
 def same(one, other):
@@ -299,22 +299,14 @@ def ends(rank):
     found["made of its class"] = type(made) is nn.Parameter
     with torch._C.DisableTorchFunctionSubclass():  # as a compiled extension reads it
         y = (x @ model.first.weight.t()).sum()
-    found["backward"] = error(y.backward)
+    found["backward"] = error_of(y.backward)
     model.first.weight.grad = None
     stepped(model, optimizer, x)
     with torch._C.DisableTorchFunctionSubclass():
         model.first.weight.detach().zero_()
-    found["written"] = [error(lambda: model.first.weight.sum()) for _ in range(2)]
+    found["written"] = [error_of(lambda: model.first.weight.sum()) for _ in range(2)]
     optimizer._gathers.clear()
     return found
-
-
-def error(call):
-    try:
-        call()
-    except RuntimeError as caught:
-        return str(caught)
-    return None
 
 
 def lost(store, rank, pipe):
@@ -329,7 +321,7 @@ def lost(store, rank, pipe):
     if rank:
         optimizer._send_params = lambda: os._exit(1)
     optimizer.step()
-    pipe.send([error(lambda: model.layers[0].inner.weight.sum()) for _ in range(2)])
+    pipe.send([error_of(lambda: model.layers[0].inner.weight.sum()) for _ in range(2)])
     optimizer._gathers.clear()
 
 

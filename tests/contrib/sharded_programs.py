@@ -23,7 +23,7 @@ from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
 from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers import FusedAdam, FusedLAMB
-from tests.ranks import COLLECTIVE
+from tests.ranks import COLLECTIVE, error_of
 
 SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))
 STEPS = 3
@@ -645,15 +645,6 @@ def written(options, dtypes, rank):
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def error(call):
-    """The kind of an error and its text; ``None`` for none."""
-    try:
-        call()
-    except Exception as caught:  # noqa: BLE001
-        return f"{type(caught).__name__}: {re.sub(chr(10), ' ', str(caught))}"
-    return None
-
-
 def refused(rank):
     """Errors, by name; nothing else happens."""
     ps, make = params(), DistributedFusedAdam
@@ -675,44 +666,44 @@ def refused(rank):
         "sizes": {"distributed_process_group": pair(rank)},
     }
     for name, options in wrong.items():
-        texts[name] = error(lambda options=options: make(ps, **options))
-    texts["meta"] = error(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
-    texts["ranks differ"] = error(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
-    texts["options differ"] = error(lambda: make(ps, bucket_cap_mb=2 + rank))
+        texts[name] = error_of(lambda options=options: make(ps, **options))
+    texts["meta"] = error_of(lambda: make([ps[0], nn.Parameter(torch.ones(2, device="meta"))]))
+    texts["ranks differ"] = error_of(lambda: make([nn.Parameter(torch.ones(2 + rank))]))
+    texts["options differ"] = error_of(lambda: make(ps, bucket_cap_mb=2 + rank))
     lamb = {
         "tuning": {"dwu_num_chunks": 4.0}, "gather": {"skip_allgather": True},
         "e5m2": {"e5m2_allgather": True}, "clip": {"clip_after_ar": False},
     }  # fmt: skip
     for name, options in lamb.items():
-        texts[name] = error(lambda options=options: DistributedFusedLAMB(ps, **options))
+        texts[name] = error_of(lambda options=options: DistributedFusedLAMB(ps, **options))
     assert all(map(torch.equal, ps, before))
     assert not any(p._post_accumulate_grad_hooks for p in ps)
     optimizer = make(ps)
-    texts["view"] = error(lambda: optimizer.grad_buffer_view(ps[0]))
-    texts["param buffer"] = error(optimizer.init_param_buffer)
-    texts["stranger"] = error(lambda: optimizer.init_params(half))
-    texts["norm type"] = error(lambda: optimizer.grad_norm(norm_type=1.0))
-    texts["copy"] = error(optimizer.__getstate__)
-    texts["old arguments"] = error(lambda: optimizer.step(None, 3.0))
+    texts["view"] = error_of(lambda: optimizer.grad_buffer_view(ps[0]))
+    texts["param buffer"] = error_of(optimizer.init_param_buffer)
+    texts["stranger"] = error_of(lambda: optimizer.init_params(half))
+    texts["norm type"] = error_of(lambda: optimizer.grad_norm(norm_type=1.0))
+    texts["copy"] = error_of(optimizer.__getstate__)
+    texts["old arguments"] = error_of(lambda: optimizer.step(None, 3.0))
     backward(ps, grads(0, rank, ps))
-    texts["amp"] = error(lambda: amp.initialize(MLP(), optimizer, opt_level="O5", verbosity=0))
-    texts["no scale"] = error(optimizer.unscale_grads)
+    texts["amp"] = error_of(lambda: amp.initialize(MLP(), optimizer, opt_level="O5", verbosity=0))
+    texts["no scale"] = error_of(optimizer.unscale_grads)
     optimizer.clip_grad_norm(1.0)
-    texts["twice"] = error(lambda: optimizer.unscale_grads(inv_scale=1.0))
-    texts["late gradient"] = error(lambda: backward(ps, grads(1, rank, ps)))
+    texts["twice"] = error_of(lambda: optimizer.unscale_grads(inv_scale=1.0))
+    texts["late gradient"] = error_of(lambda: backward(ps, grads(1, rank, ps)))
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale((ps[0] * 1.0).sum()).backward()
     scaler.unscale_(optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself")
-        texts["torch's unscale_"] = error(lambda: scaler.step(optimizer))
+        texts["torch's unscale_"] = error_of(lambda: scaler.step(optimizer))
     optimizer.zero_grad()
     kept, ps[1].data = ps[1].data, torch.zeros(8)
-    texts["moved"] = error(optimizer.step)
+    texts["moved"] = error_of(optimizer.step)
     ps[1].data = kept
     second = make(ps)
-    texts["two optimizers"] = error(lambda: backward(ps, grads(1, rank, ps)))
+    texts["two optimizers"] = error_of(lambda: backward(ps, grads(1, rank, ps)))
     for one in (optimizer, second):
         one._forget()
         one._sent.clear()
@@ -730,15 +721,15 @@ def bad_states(rank):
     four = DistributedFusedAdam(groups(ps))
     more = DistributedFusedAdam(params()[:4])
     texts = {
-        "format": error(lambda: optimizer.load_state_dict({"format": 3, "state": {}})),
-        "nothing": error(lambda: optimizer.load_state_dict({})),
-        "ranks": error(lambda: four.load_state_dict(part)),
-        "not root": error(lambda: optimizer.load_state_dict(rooted)),
-        "groups": error(lambda: more.load_state_dict(whole)),
-        "what": error(lambda: optimizer.state_dict(state_dict_format=1, gather_on_root=True)),
+        "format": error_of(lambda: optimizer.load_state_dict({"format": 3, "state": {}})),
+        "nothing": error_of(lambda: optimizer.load_state_dict({})),
+        "ranks": error_of(lambda: four.load_state_dict(part)),
+        "not root": error_of(lambda: optimizer.load_state_dict(rooted)),
+        "groups": error_of(lambda: more.load_state_dict(whole)),
+        "what": error_of(lambda: optimizer.state_dict(state_dict_format=1, gather_on_root=True)),
     }
     whole["state"][2]["exp_avg"] = torch.zeros(3)
-    texts["shape"] = error(lambda: optimizer.load_state_dict(whole))
+    texts["shape"] = error_of(lambda: optimizer.load_state_dict(whole))
     kept = optimizer.state_dict(state_dict_format=1)["state"]
     for number, saved_ in part["state"].items():
         assert all(torch.equal(saved_[key], kept[number][key]) for key in saved_)
@@ -755,4 +746,4 @@ def killed(store, rank, pipe):
     train(optimizer, ps, rank, steps=range(1))
     if rank:
         os._exit(1)
-    pipe.send(error(lambda: train(optimizer, ps, rank, steps=range(1, 2))))
+    pipe.send(error_of(lambda: train(optimizer, ps, rank, steps=range(1, 2))))

@@ -405,7 +405,7 @@ def test_bad_input(four):
     for texts in four.run(programs.refused):
         assert texts.keys() == ERRORS.keys()
         for name, text in texts.items():
-            assert text is not None, name
+            assert text, name
             with pytest.raises(AssertionError, match=ERRORS[name]):
                 raise AssertionError(text)
 
@@ -423,7 +423,7 @@ def test_states_that_do_not_fit(four):
     for rank, texts in enumerate(four.run(programs.bad_states)):
         for name, text in texts.items():
             if name == "not root" and rank % 2 == 0:
-                assert text is None
+                assert not text
                 continue
             with pytest.raises(AssertionError, match=wanted[name]):
                 raise AssertionError(text)
