@@ -92,7 +92,8 @@ def _forward(
     """Losses, and ``lse`` beside a 0 for ``miss``: :func:`_backward` computes both itself."""
     losses, lse = list[torch.Tensor](), list[torch.Tensor]()
     for x, y in _pieces(logits, labels.long()):
-        logs = torch.log_softmax(x, 1, dtype=wide(x))
+        logs = x.new_empty(x.shape, dtype=wide(x))
+        torch.log_softmax(x, 1, dtype=logs.dtype, out=logs)  # without a cast of x beside it
         losses.append(F.nll_loss(logs, y, ignore_index=padding_idx, reduction="none"))
         if smoothing:
             mean = logs.mean(1).masked_fill_(y == padding_idx, 0.0)
@@ -100,6 +101,7 @@ def _forward(
         if wants_lse:
             found = (x.amax(1) - logs.amax(1)).masked_fill_(y == padding_idx, 0.0)
             lse.append(torch.stack([found, torch.zeros_like(found)], 1))
+        del logs
     return _joined(losses), _joined(lse) if wants_lse else None
 
 
@@ -122,13 +124,15 @@ def _backward(
         out = torch.empty_like(logits)
     found = []
     for x, at, d, *to in _pieces(logits, index, dy[:, None], *([] if out is None else [out])):
-        slope = torch.softmax(x, 1, dtype=wide(x))
+        slope = x.new_empty(x.shape, dtype=wide(x))
+        torch.softmax(x, 1, dtype=slope.dtype, out=slope)
         if smoothing:
             slope.sub_(smoothing / x.shape[1])
         slope.scatter_(1, at, 0.0)  # the sum of all is 0
         slope.scatter_(1, at, slope.sum(1, keepdim=True).neg_())
         slope.mul_(d)
         found.append(to[0].copy_(slope) if to else slope.to(x.dtype))
+        del slope  # before the next one is made
     out = _joined(found) if out is None else out
     if alone is None:
         return [out.masked_fill_(padded, 0.0)]
