@@ -92,7 +92,8 @@ def _forward(
     """Losses, and ``lse`` beside a 0 for ``miss``: :func:`_backward` computes both itself."""
     losses, lse = list[torch.Tensor](), list[torch.Tensor]()
     for x, y in _pieces(logits, labels.long()):
-        logs = torch.log_softmax(x, 1, dtype=wide(x))
+        logs = x.new_empty(x.shape, dtype=wide(x))
+        torch.log_softmax(x, 1, dtype=logs.dtype, out=logs)  # without a cast of x beside it
         losses.append(F.nll_loss(logs, y, ignore_index=padding_idx, reduction="none"))
         if smoothing:
             mean = logs.mean(1).masked_fill_(y == padding_idx, 0.0)
@@ -100,6 +101,7 @@ def _forward(
         if wants_lse:
             found = (x.amax(1) - logs.amax(1)).masked_fill_(y == padding_idx, 0.0)
             lse.append(torch.stack([found, torch.zeros_like(found)], 1))
+        del logs
     return _joined(losses), _joined(lse) if wants_lse else None
 
 
@@ -112,19 +114,29 @@ def _backward(
     smoothing: float, padding_idx: int, out: Optional = None, **_: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradient of the logits, written into ``out`` if given, which may be ``logits``."""
-    out = torch.empty_like(logits) if out is None else out
-    labels = labels.long()[:, None]
-    padded = labels == padding_idx
-    for x, index, d, to in _pieces(logits, labels.masked_fill(padded, 0), dy[:, None], out):
-        slope = torch.softmax(x, 1, dtype=wide(x))
+    index = labels.long()[:, None]
+    padded = index == padding_idx
+    # On a CPU padded rows alone are written; elsewhere the host would wait for their numbers.
+    alone = padded.nonzero()[:, 0] if logits.is_cpu else None
+    if alone is None or len(alone):
+        index = index.masked_fill(padded, 0)
+    if out is None and logits.numel() > PIECE:  # several pieces, which are not to be joined
+        out = torch.empty_like(logits)
+    found = []
+    for x, at, d, *to in _pieces(logits, index, dy[:, None], *([] if out is None else [out])):
+        slope = x.new_empty(x.shape, dtype=wide(x))
+        torch.softmax(x, 1, dtype=slope.dtype, out=slope)
         if smoothing:
             slope.sub_(smoothing / x.shape[1])
-        slope.scatter_(1, index, 0.0)  # the sum of all is 0
-        slope.scatter_(1, index, slope.sum(1, keepdim=True).neg_())
-        torch.mul(slope, d, out=to)
-    if out.is_cpu:  # padded rows alone; elsewhere the host would wait for their numbers
-        return [out.index_fill_(0, padded.nonzero()[:, 0], 0.0)]
-    return [out.masked_fill_(padded, 0.0)]
+        slope.scatter_(1, at, 0.0)  # the sum of all is 0
+        slope.scatter_(1, at, slope.sum(1, keepdim=True).neg_())
+        slope.mul_(d)
+        found.append(to[0].copy_(slope) if to else slope.to(x.dtype))
+        del slope  # before the next one is made
+    out = _joined(found) if out is None else out
+    if alone is None:
+        return [out.masked_fill_(padded, 0.0)]
+    return [out.index_fill_(0, alone, 0.0) if len(alone) else out]
 
 
 def _torchs(
