@@ -206,11 +206,11 @@ def scalers():
         one.unscale_with_stashed_python(grads, [*masters], masters, 0.3, 0.7)
         one.update_scale()
         one._has_overflow = True
-        found += [one._found, one._overflow_buf, one._state]
+        found += [one._found, one._overflow_buf, one.numbers]
         one.update_scale()
         flags = scaler.scale_check_overflow(grads[0], 3.0)
         flags += scaler.scale_check_overflow_python(grads[0], masters[0], 1e-4, True)
-        return tensors_of(found, one._state, masters, grads, flags)
+        return tensors_of(found, one.numbers, masters, grads, flags)
 
     return run
 

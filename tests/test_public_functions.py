@@ -64,6 +64,6 @@ def test_scripted_and_traced_programs_call_them(caller):
         for size in (8, 6):
             given = x[:size, :size], index[:size]
             found, y = program(*given), caller(*given)
-            assert torch.equal(found, y)
+            torch.testing.assert_close(found, y)  # few logits run in float64, where not traced
             grads = [torch.autograd.grad(z.square().sum(), x)[0] for z in (found, y)]
             torch.testing.assert_close(*grads)

@@ -225,9 +225,9 @@ def test_arguments_exit_codes_and_modules(command):
 
 
 def test_a_package_that_fails_is_shown_with_its_line(command):
-    (command.folder / "package").mkdir()
-    command.write("raise ZeroDivisionError", "package/__init__.py")
-    code, _, err = command.main("debug", "-m", "package")
+    (command.folder / "failing").mkdir()
+    command.write("raise ZeroDivisionError", "failing/__init__.py")
+    code, _, err = command.main("debug", "-m", "failing")
     assert code == 1
     assert "line 1, in <module>" in err
     assert "runpy" not in err

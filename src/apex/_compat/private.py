@@ -155,7 +155,8 @@ def _is_built(path: str) -> bool:
 
 
 def _words(function: Any) -> set[Any]:
-    return {*function.__code__.co_names, *function.__code__.co_consts}
+    code = inspect.unwrap(function).__code__  # amp.float16_weights wraps two methods
+    return {*code.co_names, *code.co_consts}
 
 
 # -- what is missing -------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 The casts happen in torch's dispatcher, where Python sees nothing. So a ``TorchFunctionMode``
 watches the calls (a few microseconds each) and says which casts the lists call for:
-``Float->Half (conv2d)``. A weight that is used twice in a forward is logged twice, though its cast
-is cached; casts inside nested lists are not logged, except in ``cat`` and ``stack``.
+``Float->Half (conv2d)``. A weight cast that is cached is logged once; casts inside nested lists are
+not, except in ``cat`` and ``stack``.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class CastLog(TorchFunctionMode):
         private.need("amp.init(verbose=True)")
         super().__init__()
         self._watched = _watched()
+        self._cached: set[int] = set()
         self._running = False
 
     def __torch_function__(
@@ -75,6 +76,10 @@ class CastLog(TorchFunctionMode):
         for mode in reversed(above):
             private.push_mode(mode)
 
+    def forget(self) -> None:
+        """Note that cached weight casts are gone."""
+        self._cached.clear()
+
     def note(self, name: str, tensors: Iterable[torch.Tensor], target: torch.dtype) -> None:
         """Log the casts of a call."""
         for tensor in tensors:
@@ -102,4 +107,15 @@ class CastLog(TorchFunctionMode):
             target = torch.float32
         else:
             return
+        if kind == "half":
+            tensors = [tensor for tensor in tensors if self._is_first_use(tensor, target)]
         self.note(name, tensors, target)
+
+    def _is_first_use(self, tensor: torch.Tensor, target: torch.dtype) -> bool:
+        cacheable = tensor.is_leaf and tensor.requires_grad and torch.is_autocast_cache_enabled()
+        if not cacheable or tensor.dtype == target:
+            return True
+        if id(tensor) in self._cached:
+            return False
+        self._cached.add(id(tensor))
+        return True

@@ -375,6 +375,8 @@ def _is_running(frame: FrameType) -> bool:
 def forget_weights() -> None:
     """Drop cached weight casts."""
     torch.clear_autocast_cache()
+    if thread.casts is not None and thread.casts.log is not None:
+        thread.casts.log.forget()
 
 
 class off:  # in lower case, as torch.no_grad

@@ -19,7 +19,6 @@ functions stop with an assertion on the device. Nothing is read out of bounds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,12 +60,15 @@ def reference(
 
 # -- in pieces, on a CPU -------------------------------------------------------------------------
 
-# A piece stays in the cache, and only the logits are kept for the backward. Forward and backward of
-# 512 x 32,768 logits, one thread of a busy Xeon: 0.72 of the time of PyTorch's function.
+# A piece stays in the cache. Above KEPT only the logits are kept for the backward. Forward and
+# backward of 512 x 32,768 logits, one thread of a busy Xeon: 0.72 of PyTorch's function's time.
 PIECE = 2**18  # logits: 1 MiB of float32; half or twice as many change the time by less than 10 %
 # Up to so many logits PyTorch's function of float64 is faster than an `autograd.Function`, of which
 # the call alone costs as much (1.25 and 1.9 times the time in float32 for 128 x 10).
 SMALL = 2**11
+# Up to so many an eager call keeps their log-softmax, as PyTorch's function does. To make it again
+# in the backward takes 1.3 to 1.9 of that function's time there.
+KEPT = 2**22
 # On a device without kernels, for `linear_cross_entropy`: 8 MiB. Launches are few beside that.
 DEVICE_PIECE = 2**21
 
@@ -94,15 +96,32 @@ def _forward(
     for x, y in _pieces(logits, labels.long()):
         logs = x.new_empty(x.shape, dtype=wide(x))
         torch.log_softmax(x, 1, dtype=logs.dtype, out=logs)  # without a cast of x beside it
-        losses.append(F.nll_loss(logs, y, ignore_index=padding_idx, reduction="none"))
-        if smoothing:
-            mean = logs.mean(1).masked_fill_(y == padding_idx, 0.0)
-            losses[-1].mul_(1.0 - smoothing).sub_(mean, alpha=smoothing)
+        losses.append(_losses(logs, y, smoothing, padding_idx))
         if wants_lse:
             found = (x.amax(1) - logs.amax(1)).masked_fill_(y == padding_idx, 0.0)
             lse.append(torch.stack([found, torch.zeros_like(found)], 1))
         del logs
     return _joined(losses), _joined(lse) if wants_lse else None
+
+
+def _losses(
+    logs: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
+) -> torch.Tensor:
+    found = F.nll_loss(logs, labels, ignore_index=padding_idx, reduction="none")
+    if smoothing:
+        mean = logs.mean(1).masked_fill_(labels == padding_idx, 0.0)
+        found.mul_(1.0 - smoothing).sub_(mean, alpha=smoothing)
+    return found
+
+
+def _eager_forward(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, padding_idx: int
+) -> tuple[torch.Tensor, Optional]:
+    """Losses, and the logs of probabilities if the backward is to read them."""
+    if logits.numel() > KEPT:
+        return _forward(logits, labels, smoothing, padding_idx, wants_lse=False)
+    logs = torch.log_softmax(logits, 1, dtype=wide(logits))
+    return _losses(logs, labels.long(), smoothing, padding_idx), logs
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -111,7 +130,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _backward(
     dy: torch.Tensor, needs: Sequence[bool], *, logits: torch.Tensor, labels: torch.Tensor,
-    smoothing: float, padding_idx: int, out: Optional = None, **_: Any,
+    smoothing: float, padding_idx: int, out: Optional = None, logs: Optional = None, **_: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradient of the logits, written into ``out`` if given, which may be ``logits``."""
     index = labels.long()[:, None]
@@ -120,12 +139,16 @@ def _backward(
     alone = padded.nonzero()[:, 0] if logits.is_cpu else None
     if alone is None or len(alone):
         index = index.masked_fill(padded, 0)
-    if out is None and logits.numel() > PIECE:  # several pieces, which are not to be joined
+    if out is None and logs is None and logits.numel() > PIECE:  # pieces, which are not joined
         out = torch.empty_like(logits)
     found = []
-    for x, at, d, *to in _pieces(logits, index, dy[:, None], *([] if out is None else [out])):
-        slope = x.new_empty(x.shape, dtype=wide(x))
-        torch.softmax(x, 1, dtype=slope.dtype, out=slope)
+    columns = logits, index, dy[:, None], *([] if out is None else [out])
+    for x, at, d, *to in _pieces(*columns) if logs is None else [columns]:
+        if logs is None:
+            slope = x.new_empty(x.shape, dtype=wide(x))
+            torch.softmax(x, 1, dtype=slope.dtype, out=slope)
+        else:
+            slope = logs.exp()
         if smoothing:
             slope.sub_(smoothing / x.shape[1])
         slope.scatter_(1, at, 0.0)  # the sum of all is 0
@@ -169,8 +192,15 @@ def _fitting(
 # torch's stub of it is wrong in a type.
 _of_torch: Any = private.cross_entropy_loss
 
-# For eager calls, whose backward makes the softmax again: an lse takes two passes over a piece.
-_EAGER = SimpleNamespace(forward=partial(_forward, wants_lse=False), backward=_backward)
+
+def _eager_backward(
+    dy: torch.Tensor, needs: Sequence[bool], *, sums: Optional, **saved: Any
+) -> list[torch.Tensor]:
+    return _backward(dy, needs, logs=sums, **saved)
+
+
+# Eager calls need no lse, which takes two passes over a piece.
+_EAGER = SimpleNamespace(forward=_eager_forward, backward=_eager_backward)
 OP = op(
     "cross_entropy(Tensor logits, Tensor labels, float smoothing, int padding_idx)"
     " -> (Tensor losses, Tensor sums)",
