@@ -240,11 +240,11 @@ def test_what_16_bits_alone_break_is_not_said_of_float32(run):
 
 
 LOG = "loss = torch.log(out).mean()"
-FOR = "for i in range(4):\n"
 IN_A_THREAD = f"""
-def work():
-{textwrap.indent(FOR + LOOP.removeprefix(HEAD).replace("LOSS", LOG), "    ")}
 import threading
+import torch
+def work():
+{textwrap.indent(LOOP.replace("LOSS", LOG), "    ")}
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
@@ -256,7 +256,7 @@ UNNAMED = {  # what a step does -> whether its line is named
     "248 MB": (LOOP.replace("LOSS", f"torch.empty(62_000_000); {LOG}"), True),
     "260 MB": (LOOP.replace("LOSS", f"torch.empty(65_000_000); {LOG}"), False),
     "torch.compile": (LOOP.replace("LOSS", f"torch.compile(F.relu); {LOG}"), False),
-    "a thread": (HEAD.removesuffix(FOR) + IN_A_THREAD, False),
+    "a thread": (IN_A_THREAD, False),
 }
 
 
