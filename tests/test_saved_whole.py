@@ -67,3 +67,8 @@ def test_loss_scalers_go_on():
     assert saved["static"].loss_scale == saved["dynamic"].loss_scale == 128.0
     saved["dynamic"].update_scale(True)
     assert saved["dynamic"].loss_scale == 64.0
+
+
+def test_options_of_a_level():
+    saved = _load("options")
+    assert (saved.opt_level, saved.loss_scale) == ("O2", 128.0)

@@ -7,8 +7,15 @@ import pathlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
+from apex import amp
 from apex.optimizers import FusedAdam
+from tests.amp.levels import LEVELS
 from tests.contrib import sharded_programs as programs
 from tests.contrib.sharded_programs import (
     BFLOAT,
@@ -444,6 +451,36 @@ def test_one_rank(device, tmp_path):
         programs.one_rank(device, tmp_path)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("kind", [programs.DistributedFusedAdam, programs.DistributedFusedLAMB])
+def test_amp_initialize_refuses_them(kind):
+    layer = torch.nn.Linear(4, 2)
+    optimizer = kind(layer.parameters(), lr=1e-3)
+    for level in LEVELS:
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} keeps gradients and masters itse"):
+            amp.initialize(layer, optimizer, opt_level=level, verbosity=0)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_flat_state_is_refused():
+    """That of torch's ``flatten_optimizer_state_dict=True`` lacks what it loads."""
+    layer = torch.nn.Linear(4, 2)
+    optimizer = programs.DistributedFusedAdam(layer.parameters(), lr=1e-3)
+    layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(layer, optimizer, options=options)
+    with pytest.raises(ValueError, match="the saved param of parameter . is missing"):
+        set_optimizer_state_dict(layer, optimizer, state, options=options)
 
 
 def test_it_needs_a_process_group():

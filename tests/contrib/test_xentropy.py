@@ -39,13 +39,15 @@ def _exact(logits, labels, grad, smoothing, padding_idx=PADDING):
     return losses.detach(), wide.grad
 
 
-def _agrees(losses, logits, labels, grad, smoothing, interpreted=False, padding_idx=PADDING):
+def _agrees(
+    losses, logits, labels, grad, smoothing, interpreted=False, padding_idx=PADDING, added=1
+):
     (found,) = torch.autograd.grad(losses, logits, grad.to(losses.dtype))
     exact, exact_grad = _exact(logits, labels, grad, smoothing, padding_idx)
     assert losses.dtype == torch.promote_types(logits.dtype, torch.float32)
     assert found.dtype == logits.dtype
     assert_one_rounding(losses.detach(), exact)
-    assert_one_rounding(found, exact_grad, interpreted=interpreted)
+    assert_one_rounding(found, exact_grad, interpreted=interpreted, added=added)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,7 +75,8 @@ def test_more_than_64k_classes(path, monkeypatch):
     labels[0] = 2**16 + 4
     with contextlib.nullcontext() if path is None else _runtime.use(path):
         losses = ops.OP.operator(logits, labels, 0.1, PADDING)[0]
-        _agrees(losses, logits, labels, grad, 0.1)
+        # torch adds up the probabilities one after the other on a CPU without vectors
+        _agrees(losses, logits, labels, grad, 0.1, added=2**16)
 
 
 @pytest.mark.parametrize("piece", [300, 50])

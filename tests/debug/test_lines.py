@@ -5,6 +5,7 @@ import linecache
 import os
 import pathlib
 import re
+import textwrap
 
 import pytest
 import torch
@@ -236,6 +237,35 @@ def test_what_16_bits_alone_break_is_not_said_of_float32(run):
     assert report["notes"] == [
         "in float32 the step is not finite either: another operation makes an inf or NaN"
     ]
+
+
+LOG = "loss = torch.log(out).mean()"
+IN_A_THREAD = f"""
+import threading
+import torch
+def work():
+{textwrap.indent(LOOP.replace("LOSS", LOG), "    ")}
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+MANY = f"for _ in range(COUNT): out = out + 0\n    {LOG}"
+UNNAMED = {  # what a step does -> whether its line is named
+    "250 functions": (LOOP.replace("LOSS", MANY.replace("COUNT", "248")), True),
+    "258 functions": (LOOP.replace("LOSS", MANY.replace("COUNT", "256")), False),
+    "248 MB": (LOOP.replace("LOSS", f"torch.empty(62_000_000); {LOG}"), True),
+    "260 MB": (LOOP.replace("LOSS", f"torch.empty(65_000_000); {LOG}"), False),
+    "torch.compile": (LOOP.replace("LOSS", f"torch.compile(F.relu); {LOG}"), False),
+    "a thread": (IN_A_THREAD, False),
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_where_no_line_is_named(run, name):
+    text, is_named = UNNAMED[name]
+    report, said = run(text)
+    assert report["cause"] == "loss", said
+    assert ("torch.log(" in report["line"]) is is_named
 
 
 def test_lines_can_be_switched_off(run):

@@ -1,11 +1,13 @@
 """Two ranks: the fault of one is explained on both, and nothing hangs."""
 
 import functools
+import json
 
 import pytest
 
 from apex.debug import ranks as ours
 from tests.debug import rank_programs as programs
+from tests.debug.in_process import main
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.dist
@@ -44,6 +46,29 @@ def test_float16_on_shards(ranks):
     (there, _), (here, _) = ranks.run(job)
     assert (here.cause, here.module, here.direction) == ("range", "function", "forward")
     assert there.cause == "rank"
+
+
+SCRIPT = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+model(torch.ones(2, 8)).sub(torch.inf).sum().backward()
+optimizer.step()
+"""
+
+
+def test_the_command_writes_files_by_rank(ranks, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ranks.run(functools.partial(_command, tmp_path))
+    names = {one.name for one in (tmp_path / "out").iterdir()}
+    assert names >= {"report.txt", "report.json", "report-rank1.txt", "report-rank1.json"}
+    reports = [tmp_path / "out" / f"report{rank}.json" for rank in ("", "-rank1")]
+    assert [json.loads(one.read_text())["rank"] for one in reports] == [0, 1]
+
+
+def _command(folder, rank):
+    assert main(["debug", "--out", str(folder / "out"), str(folder / "train.py")]) == 0
 
 
 @pytest.mark.slow

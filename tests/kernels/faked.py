@@ -356,8 +356,8 @@ def tensors():
         yield f"{name}, very wide", 4, norm(rms, 1, 3 * 2048 * 2048, HALF, False)
     yield "fast_layer_norm", 3, fast_norm
     yield "group norm", 6, group_norm
-    yield "cross-entropy", 3, cross_entropy(4096, 32000)
-    yield "cross-entropy, few rows", 3, cross_entropy(64, 256000)
+    yield "cross-entropy", 5, cross_entropy(4096, 32000)
+    yield "cross-entropy, few rows", 5, cross_entropy(64, 256000)
     yield "transducer", 3, transducer(False)  # all are cross-entropy's
     yield "transducer, packed", 3, transducer(True)
     yield "rotary", 2, rotated((4096, 2, 32, 64), by_angles)

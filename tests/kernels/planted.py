@@ -24,8 +24,8 @@ MAIN = "pointers, at + lanes, None, first + at + lanes, scalars, seed,"
 MASKED = "pointers, at + lanes, at + lanes < left, first + at + lanes, scalars, seed,"
 UNMASKED = " False,\n            )"
 LOAD = "raw = raw + (tl.load(pointers[i] + offsets),)"
-STORE = "tl.store(pointer, new[STORES[i][1]])"
-STORED = "tl.store(pointer, new[STORES[i][1]], mask=mask)"
+STORE = "tl.store(pointer, stored)"
+STORED = "tl.store(pointer, stored, mask=mask)"
 
 
 @triton.jit

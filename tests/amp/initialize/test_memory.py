@@ -246,6 +246,20 @@ def test_a_weight_that_differs_in_one_element_is_not_its_rounded_master(dtype, s
     assert not is_rounded(weight, master)
     last.copy_(master.view(-1)[-1:].zero_()).neg_()  # -0.0
     assert is_rounded(weight, master)
+    last.fill_(torch.nan)
+    assert not is_rounded(weight, master)
+    master.view(-1)[-1:] = torch.nan
+    assert is_rounded(weight, master)
+
+
+@mastered
+def test_what_a_program_writes_into_an_entry_beside_a_nan_keeps_its_low_bits(level):
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight[0, 2] = torch.nan
+    model = amp.initialize(model, opt_level=level, verbosity=0)
+    model.state_dict()["weight"][0, 0] = 0.1
+    assert model.state_dict()["weight"][0, 0] == torch.tensor(0.1)
 
 
 @pytest.mark.parametrize("row", [0, 49_999])

@@ -581,7 +581,7 @@ def test_a_layer_that_was_seen_in_fewer_than_8_batches_is_not_decided():
     assert len(result.layers[1].batches) == 5
     assert "bfloat16 is not decided for `b` (below 8 batches)." in result.answer
     assert "; it is not decided for `b` (below 8 batches)." in result.answer
-    assert "1 of 2 linear layers are safe, 1 not decided." in result.answer
+    assert "1 of 2 linear layers is safe, 1 not decided." in result.answer
 
 
 class Unmultiplied(nn.Module):

@@ -30,7 +30,7 @@ def test_the_answer_comes_first(overflowing):
     assert first.startswith(
         "bfloat16 everywhere is safe. float16 needs a loss scale of at most 2**"
     )
-    assert " and `0.scores`, `1` and `3` in float32: its scores reach 6" in first
+    assert " and `0.scores`, `1` and `3` in float32: in `0.scores` its scores reach 6" in first
     assert "e+07, float16 ends at 65504" in first
     assert "At O2 the whole model fails, with that policy too: the loss is nan." in first
     assert ". What passes between modules is float16 at O2, and `" in first

@@ -170,7 +170,7 @@ class EnterKept:
 
     def __init__(self, name: str, calls: Calls, dtype: torch.dtype, casts: Casts | None) -> None:
         self.name, self.calls = name, calls
-        self.dtype, self.cast = dtype, Caster(dtype)
+        self.dtype = dtype
         self.casts = casts if dtype != torch.float32 else None
         self.switches = casts is not None
 
@@ -180,7 +180,7 @@ class EnterKept:
         """Note the call, and return its arguments cast."""
         self.calls.missing.discard(self.name)
         if not self.switches or self.dtype == torch.float32:
-            walk = Walker(self.cast, is_traced=torch.compiler.is_compiling())
+            walk = Walker(Caster(self.dtype), is_traced=torch.compiler.is_compiling())
             args = tuple([walk(value) for value in args])
             kwargs = {name: walk(value) for name, value in kwargs.items()}
         if self.switches:
@@ -194,15 +194,15 @@ class LeaveKept:
     """Forward hook, called in any case: switch back, and cast the outputs to what is around."""
 
     def __init__(self, enter: EnterKept, around: torch.dtype | None) -> None:
-        self.enter, self.cast = enter, None if around is None else Caster(around)
+        self.enter, self.around = enter, around
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Return the output, cast."""
         if self.enter.switches:
             switches.end_forward(self.enter)
-        if self.cast is None:
+        if self.around is None:
             return output
-        return Walker(self.cast, is_traced=torch.compiler.is_compiling())(output)
+        return Walker(Caster(self.around), is_traced=torch.compiler.is_compiling())(output)
 
 
 skip_frames(EnterKept.__call__, LeaveKept.__call__)

@@ -30,17 +30,19 @@ def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """``torch.equal`` of 16-bit tensors, which compares four elements at a time if it can.
+    """``torch.equal`` of 16-bit tensors, but NaN equals NaN; four elements at a time if it can.
 
     On a CPU torch takes 3.9 ns for an element of float16 and 1.5 for one of bfloat16; for four as
-    an int64 it takes 1.0. Equal bits are equal values, but for NaN, which no write has to be seen.
+    an int64 it takes 1.0.
     """
     both = one, other
     if all(x.is_contiguous() and x.numel() % 4 == x.storage_offset() % 4 == 0 for x in both):
         words = [x.reshape(-1).view(torch.int64) for x in both]
         if torch.equal(*words):
             return True
-    return torch.equal(one, other)
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def is_alone(tensor: torch.Tensor) -> bool:

@@ -157,7 +157,7 @@ class Program:
             say(f"wrote {self._folder}")
             if report.call is not None:
                 file = report.save(self._folder / f"nan{rank}.pt")
-                say(f"apex debug repro {file} runs the operation again")
+                say(f"apex debug repro {file} runs the operation again", front="")
         except ValueError as error:
             say(f"did not save the operation: {error}")
         except (OSError, RuntimeError, UsageError) as error:  # the script goes on

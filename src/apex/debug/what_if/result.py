@@ -133,14 +133,14 @@ class WhatIf:
         needed = [one for one in bad if one.verdicts[form].is_needed]
         parts = []
         if needed:
-            parts.append(f"needs {_names(needed)} in float32: {needed[0].verdicts[form].why}")
+            parts.append(f"needs {_names(needed)} in float32: {_first_reason(needed, form)}")
             for one in [layer for layer in needed if layer.keep != layer.name]:
                 keep = f"names `{one.keep}`" if one.keep else "can name nothing"
                 parts[0] += f" (a policy {keep} for {_names([one])})"
         if mild := [one for one in bad if one not in needed]:
             also = "also " if needed else ""
             parts.append(
-                f"{also}computes {_names(mild)} inaccurately: {mild[0].verdicts[form].why}; "
+                f"{also}computes {_names(mild)} inaccurately: {_first_reason(mild, form)}; "
                 "training may not mind"
             )
         if look := _names(self.states(form, "look")):
@@ -153,7 +153,8 @@ class WhatIf:
     def _e4m3(self) -> str:
         safe, look, bad, few = (self.states("e4m3", one) for one in COLOURS)
         noun = "linear layers" if {one.kind for one in self.layers} == {"Linear"} else "layers"
-        text = f"e4m3: {len(safe)} of {len(self.layers)} {noun} are safe"
+        verb = "is" if len(safe) == 1 else "are"
+        text = f"e4m3: {len(safe)} of {len(self.layers)} {noun} {verb} safe"
         text += f", look at {len(look)}" if look else ""
         text += f", {len(few)} not decided" if few else ""
         verb = "is" if len(bad) == 1 else "are"
@@ -233,6 +234,12 @@ class WhatIf:
 def _names(layers: Sequence[Layer]) -> str:
     own = {"": "the model's own products", OUTSIDE: "products outside of modules"}
     return listed([own.get(one.name, f"`{one.name}`") for one in layers])
+
+
+def _first_reason(layers: Sequence[Layer], form: str) -> str:
+    """Why the first of them is not safe; with its name if there are others."""
+    where = f"in {_names(layers[:1])} " if len(layers) > 1 else ""
+    return f"{where}{layers[0].verdicts[form].why}"
 
 
 def _power(scale: float) -> str:
