@@ -226,6 +226,21 @@ def test_float64_states_hold_no_low_bits():
         assert torch.equal(new.state[param]["exp_avg"], old.state[was]["exp_avg"].float())
 
 
+@pytest.mark.parametrize("storage", ["plain", "auto"])
+@pytest.mark.parametrize("value", [2.0**-160, 0.5 + 2.0**-50])
+def test_moments_of_float64_come_back_whatever_their_digits_are(storage, value):
+    """One is outside the range of float32, one has digits where low bits would be."""
+    params = parameters(torch.float64, [(5,)])
+    optimizer = FusedAdam(params, storage=storage)
+    train(optimizer, params, range(1))
+    optimizer.state[params[0]]["exp_avg"].fill_(value)
+    other = FusedAdam(params, storage=storage)
+    other.load_state_dict(optimizer.state_dict())
+    for state in (other.state[params[0]], optimizer.torch_state_dict()["state"][0]):
+        assert state["exp_avg"].dtype == torch.float64
+        assert state["exp_avg"].tolist() == [value] * 5
+
+
 def test_moments_that_are_not_finite_come_back():
     params = parameters(torch.bfloat16, [(5,)])
     optimizer = FusedAdam(params, storage="auto")

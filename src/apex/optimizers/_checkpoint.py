@@ -90,7 +90,7 @@ def load(optimizer: Any, state_dict: StateDict, by_torch: Callable[[StateDict], 
 
     def convert(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
         loaded.update(optimizer._from_torch(given))
-        low = unpack(optimizer, loaded)
+        low = unpack(optimizer, loaded, saved_states(optimizer, loaded))
         params = [(n, p) for n, p, _ in saved_states(optimizer, loaded)]
         brain = [n for n, param in params if param.dtype == torch.bfloat16]
         warn_of_none(optimizer, [low[n] for n in brain if n in low])
@@ -296,7 +296,7 @@ def to_torch(optimizer: Any) -> StateDict:
         rounds them to a 16-bit parameter's dtype when it loads them.
     """
     saved, groups = optimizer.state_dict(), []
-    unpack(optimizer, saved)
+    unpack(optimizer, saved, saved_states(optimizer, saved))
     states = saved["state"]
     for group in saved["param_groups"]:
         group = dict(group)

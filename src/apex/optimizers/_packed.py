@@ -43,11 +43,19 @@ def packed(optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def unpack(optimizer: Any, loaded: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    """Take low bits out of the slots of a state dict, in place; returns those by parameter."""
+def unpack(
+    optimizer: Any, loaded: dict[str, Any], states: Iterable[tuple[Any, torch.Tensor, Any]]
+) -> dict[Any, torch.Tensor]:
+    """Take low bits out of the slots of a state dict, in place; returns those by parameter.
+
+    ``states``: the number, parameter and state of each. Slots of float64 parameters stay: such a
+    number may have zeros where one with low bits has them, and be outside the range of float32.
+    """
     found: dict[Any, torch.Tensor] = {}
-    for number, state in loaded["state"].items():
-        key = _holder(optimizer, state) if isinstance(state, Mapping) else None
+    for number, param, state in states:
+        if param.dtype == torch.float64 or not isinstance(state, Mapping):
+            continue
+        key = _holder(optimizer, state)
         bits = None if key is None else _bits_of(state[key])
         if key is not None and bits is not None:
             slot, low = bits
