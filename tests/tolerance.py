@@ -27,6 +27,8 @@ POLAR_EXPRESS = 1e-3
 
 # Losses of eight steps with float16 weights and a scaler, relative, beside float32: seen 1.1e-3.
 HALF_WEIGHTS = 5e-3
+# One rounding of float16.
+HALF_ROUNDING = 2.0**-11
 
 # Delayed passes at O2 add up in float16: three additions of one rounding (2**-11) each, and the
 # gradients themselves are within one. Largest over 20 seeds of the test that uses it: 2**-10.36.

@@ -170,7 +170,7 @@ def test_plain_loads_it(make, way, state, tmp_path):
 
 @every
 def test_low_bits_of_low_bits(make, tmp_path):
-    """Through a file both ways; DCP does not read the key that it does not know, which is said."""
+    """Through a file both ways; DCP does not read a key that it does not know; apex warns."""
     net, optimizer = trained(make, storage="low_bits", net=Brain)
     others, other = trained(make, seed=1, net=Brain)
     other.load_state_dict(through_a_file(optimizer.state_dict()))

@@ -14,7 +14,7 @@ from apex._compat import HAS_GRAD_DTYPE
 from apex.amp import half_weights
 from apex.optimizers import FusedAdam, FusedSGD
 from tests.ranks import Ranks
-from tests.tolerance import HALF_WEIGHTS
+from tests.tolerance import HALF_ROUNDING, HALF_WEIGHTS
 
 SCALE, CLIP, STEPS = 2.0**10, 0.5, 8
 NEEDS_2_13 = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Tensor.grad_dtype: torch 2.13")
@@ -103,7 +103,7 @@ def test_gradients_are_divided_in_float32():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
     scaler.scale(1e-7 * half.float().sum() + wide.sum()).backward()
     scaler.unscale_(optimizer)
-    torch.testing.assert_close(half.grad, torch.full((3,), 1e-7), rtol=2.0**-11, atol=0.0)
+    torch.testing.assert_close(half.grad, torch.full((3,), 1e-7), rtol=HALF_ROUNDING, atol=0.0)
     assert torch.equal(wide.grad, torch.ones(3))
     scaler.step(optimizer)
     assert (half.grad_dtype, wide.grad_dtype) == (torch.float16, torch.float32)

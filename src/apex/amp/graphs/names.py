@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 DEPTH = 4  # of functions that call each other, and of lists in lists
-MOST = 256  # elements of a list that are looked at
+MOST = 256  # elements of a list that amp.capture looks at
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _DRAWS = {"choice", "next", "pop", "popleft", "randint", "random", "randrange", "sample"}
 _NUMBER = "`{}`, by which it may choose a tensor of a list (pass that tensor as an argument),"
