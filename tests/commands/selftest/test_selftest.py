@@ -24,6 +24,8 @@ from apex.commands.command_line import main
 from apex.commands.selftest import check as checks
 from apex.commands.selftest import command, gpu, ops, record, spread
 from apex.commands.selftest.check import Check, Measured, Setting
+from apex.commands.selftest.optimizers import AREA
+from apex.ops.lists import multi_tensor, storage
 from tests.commands import ENDED_BY_CTRL_C
 from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest
 
@@ -495,3 +497,16 @@ def test_triton_that_is_imported_already_cannot_be_interpreted(tmp_path, monkeyp
 def test_the_command_on_a_gpu(tmp_path):
     file = tmp_path / "f.json"
     assert main(["selftest", "--device", "cuda", "--json", str(file)]) == 0
+
+
+@pytest.mark.parametrize("what", ["state=bfloat16", "storage=stochastic"])
+def test_rounding_to_the_nearest_is_not_stochastic_rounding(what, monkeypatch):
+    name = f"FusedAdam, {what}, bf16"
+    (check,) = [one for one in command.every_check() if (one.area, one.name) == (AREA, name)]
+    assert checks.carry_out(check, Setting(CPU, "as called")).status == "right"
+    nearest = lambda value, *random: value.bfloat16().float()  # noqa: E731
+    monkeypatch.setattr(multi_tensor, "dithered", nearest)
+    monkeypatch.setattr(storage, "round_stochastically", nearest)
+    result = checks.carry_out(check, Setting(CPU, "as called"))
+    assert result.status == "wrong"
+    assert "spread lost" in str(result.worst)

@@ -150,6 +150,8 @@ def _steps(
         pairs = [(p, master.double()) for p, master in masters if master is not None]
         yield from one_rounding(f"weights from masters, step {number}", pairs, setting)
         of_slots = _normed if max_norm or variant.larc else one_rounding
+        if variant.options.get("state") == "bfloat16":
+            of_slots = _moments
         for slot in dict.fromkeys(slot for *_, after in wanted for slot in after):
             states = [(optimizer.state[p], after[slot]) for p, _, after in wanted if slot in after]
             pairs = [(state[slot], exact) for state, exact in states if not is_code(state, slot)]
@@ -188,6 +190,21 @@ def _normed(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured
         yield Measured(what, tolerance.errors_in_eps(*joined(wide)), tolerance.NORMED, "eps")
 
 
+def _moments(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:
+    """Moments in bfloat16 are rounded stochastically; beside them there may be float32 ones.
+
+    Equal values are rounded alike, so that each is taken once.
+    """
+    narrow = [pair for pair in pairs if pair[0].dtype == torch.bfloat16]
+    yield from _normed(what, [pair for pair in pairs if pair[0].dtype != torch.bfloat16], setting)
+    if narrow:
+        actual, exact = joined(narrow)
+        order = exact.argsort()
+        first = order[exact[order].diff(prepend=exact.new_full((1,), float("-inf"))) > 0]
+        largest = exact.abs().max().item() * torch.finfo(torch.float32).eps
+        yield from _stochastic(what, [(actual[first], exact[first])], setting, cancelled=largest)
+
+
 def _coded(what: str, slot: str, state: State, exact: torch.Tensor) -> Iterator[Measured]:
     """Compare codes with those of the exact moment: few differ, and by one."""
     code = CODES[slot]
@@ -209,20 +226,26 @@ def _kahan(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]
     yield Measured(what, error, tolerance.KAHAN, "eps")
 
 
-def _stochastic(what: str, pairs: list[Pair], setting: Setting) -> Iterator[Measured]:
-    """Each weight is a neighbour of the exact one, and together they are off by nothing.
+def _stochastic(
+    what: str, pairs: list[Pair], setting: Setting, cancelled: float = tolerance.CANCELLED
+) -> Iterator[Measured]:
+    """Each number is a neighbour of the exact one, and together they are off by nothing.
 
-    Where a step almost cancels a weight, the difference in float32 is not that exact.
+    Where a step almost cancels a number, the difference in float32 is off by ``cancelled``.
     """
     actual, exact = joined(pairs)
     spacing = tolerance.ulps(exact, actual.dtype)
     off = (actual.double() - exact) / spacing
-    beyond = tolerance.BEYOND_A_NEIGHBOUR + tolerance.CANCELLED / spacing
+    beyond = tolerance.BEYOND_A_NEIGHBOUR + cancelled / spacing
     far = int((off.abs() > 1 + beyond).sum())
     yield Measured(f"{what}, not a neighbour", far, 0, "elements")
     deviation = (6 * len(off)) ** -0.5  # of the mean; 1/6 is the mean of p * (1 - p)
-    mean = off.mean().abs().item() / deviation
+    mean = off.clamp(-1, 1).mean().abs().item() / deviation
     yield Measured(f"{what}, mean error", mean, tolerance.DEVIATIONS, "deviations")
+    up = exact / spacing % 1  # the probability of the upper neighbour
+    wanted = (up * (1 - up)).mean().item()
+    lost = 1 - off.clamp(-1, 1).square().mean().item() / wanted if wanted else 0.0
+    yield Measured(f"{what}, spread lost", lost, tolerance.SPREAD_LOST, "of the variance")
 
 
 _STORAGES = {"kahan": _kahan, "stochastic": _stochastic}
