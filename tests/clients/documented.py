@@ -1,5 +1,6 @@
 """What pages of docs show for packages that the default environment lacks."""
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -17,3 +18,11 @@ def callback(package, page="nan.md", name="Explain"):
     code = textwrap.dedent("\n".join([f"    import {package}", *lines[:end]]))
     exec(compile(code, str(page), "exec"), names)
     return names[name]
+
+
+def program(page, end):
+    """The code of a page, hidden or shown, up to the block that contains ``end``."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"(?ms)^(?:```python|<!-- [^\n]*: python)\n(.*?)^(?:```|-->)$", text)
+    last = next(number for number, block in enumerate(blocks) if end in block)
+    return "".join(blocks[: last + 1])

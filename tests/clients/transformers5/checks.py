@@ -17,7 +17,7 @@ from apex.optimizers import FusedAdam
 from apex.patching import _layers as layers
 from tests.checkpoints import assert_equal
 from tests.clients.checked import TRUE, Planted, changed, check  # noqa: F401
-from tests.clients.documented import callback
+from tests.clients.documented import callback, program
 from tests.test_patch import *  # noqa: F403
 from tests.test_patch import made, tokens
 
@@ -58,6 +58,15 @@ def test_lora_of_peft(first):
     torch.testing.assert_close(*[loss_of(one) for one in merged])
     report.undo()
     torch.testing.assert_close(loss_of(model), loss_of(plain))
+
+
+def test_the_loss_of_the_page_is_the_models():
+    """The lines that give a model's loss to `linear_cross_entropy`, as they stand there."""
+    names = {}
+    exec(program("fused-layers.md", "linear_cross_entropy("), names)
+    model, ids = names["model"], names["tokens"]
+    torch.testing.assert_close(names["loss"], model(input_ids=ids, labels=ids).loss)
+    assert model.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
 
 
 class Seen(TrainerCallback):

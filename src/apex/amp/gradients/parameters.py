@@ -236,8 +236,10 @@ class Pairs:
         if any(map(_IS_SPARSE, grads)) or not _WITH_MEMORY.issuperset(kinds):
             grads, fill = grads_of([weight for weight, _, _ in rows]), True
         if fill:
-            # A copy of those that are float32 already (param.grad_dtype), too.
-            copies = [grad.to(torch.float32, copy=True) for grad in grads]
+            copies = list(map(torch.Tensor.float, grads))  # 0.6 of .to(torch.float32, copy=True)
+            if any(map(operator.is_, copies, grads)):  # float32 already (param.grad_dtype)
+                pairs = zip(copies, grads, strict=True)
+                copies = [copy.clone() if copy is grad else copy for copy, grad in pairs]
         else:
             copies = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         more = []
