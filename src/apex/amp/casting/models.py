@@ -191,6 +191,10 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
 
 
 _OUR_HOOKS = (_Hook, ShowFloat32, LoadFloat32, kept_modules.EnterKept, kept_modules.LeaveKept)
+_HOOK_TABLES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -341,10 +345,7 @@ def undo(model: torch.nn.Module) -> None:
 
 
 def _remove_hooks(module: torch.nn.Module, kinds: Any = _OUR_HOOKS) -> None:
-    """Remove the hooks of ``kinds`` from all tables of ``module`` that torch has hooks in."""
-    for name, hooks in vars(module).items():
-        if not (name.endswith("_hooks") and isinstance(hooks, dict)):
-            continue
+    for hooks in [getattr(module, name, {}) for name in _HOOK_TABLES]:
         for key, hook in list(hooks.items()):
             target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
             if isinstance(getattr(target, "__self__", target), kinds):
