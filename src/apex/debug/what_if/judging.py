@@ -224,8 +224,8 @@ class Study:
         names = {one.name: whole.LEVELS.get(one.name, ()) for one in self.forms}
         if not any(names.values()):
             return []
-        from apex.amp.functions import disable_casts  # a watch does without amp
-        from apex.amp.trial import preserved
+        from apex.amp.frontend import preserved  # a watch does without amp
+        from apex.amp.functions import disable_casts
 
         exact = self._first
         if exact is None or any(True for _ in self.model.buffers()):  # which each pass may change
