@@ -294,7 +294,8 @@ def _build(
     casts = None
     with lock:
         if properties.casts_functions:
-            casts = rules.make_casts(properties.half_dtype, verbose=training.verbosity == 2)
+            log = training.verbosity == 2
+            casts = rules.casts_for(properties.half_dtype, rules.registered(), verbose=log)
             training.casts = weakref.ref(casts)
         _supersede(params, optimizers, properties)
         _release(models, optimizers)

@@ -86,10 +86,12 @@ def casts_for(
     dtype: torch.dtype,
     registrations: Sequence[Registration] = (),
     *,
+    verbose: bool = False,
     allow_banned: bool = False,
 ) -> Casts:
     """Build the casts of a training from the lists as they are now and the registrations.
 
+    Their kernels are registered; they are not switched on yet. ``verbose``: log each cast.
     ``allow_banned``: cast the banned functions' arguments to float32 instead of refusing them. A
     registered function that cannot be replaced raises ``TypeError``; then nothing was changed.
     """
@@ -113,12 +115,6 @@ def casts_for(
         rules[f"{name}_"] = Rule("in place")
     casts = Casts(dtype, rules)
     add_registrations([casts], registrations)
-    return casts
-
-
-def make_casts(dtype: torch.dtype, *, verbose: bool = False, allow_banned: bool = False) -> Casts:
-    """:func:`casts_for` with the registrations, and with the kernels; not switched on yet."""
-    casts = casts_for(dtype, registered(), allow_banned=allow_banned)
     dispatcher.install(dtype)
     casts.log = CastLog() if verbose else None
     return casts
