@@ -12,6 +12,7 @@ from apex.contrib.optimizers.fused_sgd import FusedSGD
 from apex.optimizers import FusedAdam as NewAdam
 from apex.optimizers import FusedLAMB as NewLAMB
 from apex.optimizers import FusedSGD as NewSGD
+from tests.optimizers import common
 from tests.optimizers.common import (
     DTYPES,
     PATHS,
@@ -24,7 +25,7 @@ from tests.optimizers.common import (
     train,
     values,
 )
-from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
+from tests.tolerance import CLIPPED, assert_close_to_largest, each
 
 SMALL = ((7,), (33, 5))
 OLD = {
@@ -49,10 +50,8 @@ def test_formula_with_eps_beside_the_root(path, dtype, options):
 def test_gradients_outputs_and_scale_as_arguments(make, path, kind):
     """As FP16_Optimizer calls it: float32 weights, 16-bit gradients, 16-bit outputs."""
     params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
-    if kind == "groups":
-        optimizer = make([{"params": params[:1]}, {"params": params[1:]}])
-    else:
-        optimizer = make(params)
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = make(groups if kind == "groups" else params)
     plain = make(twins)
     outputs = [torch.zeros_like(param, dtype=torch.float16) for param in params]
     for number in range(2):
@@ -69,9 +68,8 @@ def test_gradients_outputs_and_scale_as_arguments(make, path, kind):
         with on(path):
             optimizer.step(grads=shapes[kind], output_params=given, scale=128.0)
             plain.step()
-    for param, twin, output in zip(params, twins, outputs, strict=True):
-        assert_one_rounding(param.detach(), twin.detach().double())
-        assert torch.equal(output, param.detach().half())
+    common.assert_rounded(params, twins)
+    assert same(outputs, [param.detach().half() for param in params])
 
 
 @every
@@ -95,8 +93,7 @@ def test_scale_alone(make, scale):
     give_grads(twins, 0)
     optimizer.step(scale=scale)
     plain.step()
-    for param, twin in zip(params, twins, strict=True):
-        assert_one_rounding(param.detach(), twin.detach().double())
+    common.assert_rounded(params, twins)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -118,8 +115,7 @@ def test_clipping_by_group(path, norms):
     with on(path):
         optimizer.step(scale=8.0, grad_norms=given[norms])
         plain.step()
-    for param, twin in zip(params, twins, strict=True):
-        assert_close_to_largest(param.detach(), twin.detach(), CLIPPED)
+    each(assert_close_to_largest, params, twins, CLIPPED)
 
 
 def test_steps_are_counted_for_each_parameter():
@@ -174,9 +170,7 @@ def test_grad_scaler(make):
             scaler.step(optimizer)
         scaler.update()
         if number != 1:
-            give_grads(twins, number)
-            with on("reference"):
-                plain.step()
+            train(plain, twins, [number], "reference")
     assert same(values(params), values(twins))
 
 
@@ -195,9 +189,8 @@ def test_a_flag_that_is_not_read(monkeypatch):
             give_grads(twins, number)
             plain.step()
     del optimizer.found_inf
-    for param, twin in zip(params, twins, strict=True):
-        assert_one_rounding(param.detach(), twin.detach().double())
-        assert int(optimizer.state[param]["step"]) == 2
+    common.assert_rounded(params, twins)
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 2]
     resumed = FusedAdam(params, lr=0.02)
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.state[params[0]]["step"] == 2
@@ -253,17 +246,9 @@ def test_what_has_no_effect_or_is_refused():
 def test_lamb_is_the_new_one():
     params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
     old = FusedLAMB(params, 0.02, False, (0.8, 0.9), 1e-4, 0.1, False, False, False, True, 0.5)
-    new = NewLAMB(
-        twins,
-        lr=0.02,
-        bias_correction=False,
-        betas=(0.8, 0.9),
-        eps=1e-4,
-        weight_decay=0.1,
-        adam_w_mode=False,
-        grad_averaging=False,
-        max_grad_norm=0.5,
-    )
+    numbers = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+    flags = dict.fromkeys(("bias_correction", "adam_w_mode", "grad_averaging"), False)
+    new = NewLAMB(twins, max_grad_norm=0.5, **numbers, **flags)
     assert same(train(old, params, range(3)), train(new, twins, range(3)))
 
 
@@ -306,10 +291,7 @@ def test_the_names():
 
 
 def test_the_new_adams_count_of_steps_goes_on():
-    params = [torch.nn.Parameter(torch.ones(3))]
-    new, old = NewAdam(params), FusedAdam(params)
-    for _ in range(3):
-        params[0].grad = torch.ones(3)
-        new.step()
+    params, new = started(NewAdam, shapes=[(3,)], steps=3)
+    old = FusedAdam(params)
     old.load_state_dict(new.state_dict())
     assert old.state[params[0]]["step"] == 3

@@ -1,6 +1,7 @@
 """What the tests of the optimizers share: paths, parameters, and the check of each step."""
 
 import contextlib
+import io
 import math
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from apex._compat import HAS_GRAD_DTYPE
 from apex.catalogue.optimizers import OPTIMIZERS, Step
 from apex.ops import _runtime
-from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
+from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
+from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding, each
 
 PATHS = (None, "reference", "triton")  # torch's own kernels, the definition, the interpreter
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,6 +38,12 @@ MODES = {name: maker(name) for name, (_, variant) in WAYS.items() if variant.eve
 EVERY = {name: make for name, make in MODES.items() if "," not in name}  # one way to make each
 
 
+WITH_MASTERS = {  # of bfloat16 weights
+    FusedAdam: {"capturable": True, "master_weights": True},
+    FusedMixedPrecisionLamb: {"reduced_precision_dtype": torch.bfloat16},
+}
+
+
 def in_two_groups(params, lr=0.03):
     """Every other parameter in a group of its own with another learning rate."""
     return [{"params": params[::2]}, {"params": params[1::2], "lr": lr}]
@@ -59,6 +67,37 @@ def give_grads(params, seed, scale=1.0):
         grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
         dtype = param.grad_dtype if HAS_GRAD_DTYPE else param.dtype
         param.grad = (scale * grad).to(param.device, dtype)
+
+
+def widened(params):
+    """float32 parameters of the same values."""
+    return [torch.nn.Parameter(param.detach().float()) for param in params]
+
+
+def give_both(params, wide, seed, scale=1.0):
+    """Random gradients for parameters, multiplied by the scale, and without it for wider ones."""
+    give_grads(params, seed)
+    for param, other in zip(params, wide, strict=True):
+        other.grad = param.grad.to(other.dtype)
+        param.grad *= scale
+
+
+def through_a_file(saved, *, weights_only=True):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def take_step(path, *optimizers):
+    with on(path):
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def assert_rounded(params, others):
+    """One rounding of each tensor, with the other as the exact one."""
+    each(assert_one_rounding, params, [other.detach().double() for other in others])
 
 
 def values(params):
