@@ -39,6 +39,24 @@ def spoil(x, rank, value, where, dtype):
     return x
 
 
+def explained(
+    model, compute, optimizer=None, *, told=False, before_step=None, repeat=None, **options
+):
+    """The report of one step under a watch.
+
+    ``compute()`` gives the loss, of which the watch is told or not, and ``repeat`` is what is
+    passed to ``explain`` as the step.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    with debug.watch(model, optimizer, on_fault="keep", **options) as watch:
+        loss = compute()
+        (watch.loss(loss) if told else loss).backward()
+        if before_step is not None:
+            before_step()
+        optimizer.step()
+        return watch.explain(step=repeat)
+
+
 def plant(module, direction, value, where, dtype):
     """Plant the fault in the forward of ``module``, so that it is the module's own."""
     inner = module.forward
