@@ -3,13 +3,11 @@
 Each is a generator: up to its first ``yield`` it makes its data, then it yields tensors.
 """
 
-import contextlib
 import functools
 import math
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import apex.optimizers
@@ -43,6 +41,7 @@ from apex.transformer.pipeline_parallel.schedules import (
 )
 from apex.transformer.testing import commons
 from tests.amp.training import Delayed
+from tests.ranks import alone
 
 CPU = torch.device("cpu")
 ON = {"device": CPU, "dtype": torch.float32}
@@ -520,24 +519,16 @@ def attended():
 # --- ranks and transformers -----------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def alone():
-    """A process group of this process."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
 def in_a_group(make):
     @functools.wraps(make)
     def made(*arguments):
         run = make(*arguments)
         yield next(run)
         with alone():
-            yield next(run)
+            try:
+                yield next(run)
+            finally:
+                parallel_state.destroy_model_parallel()
 
     return made
 

@@ -6,7 +6,6 @@ import pathlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -27,7 +26,7 @@ from tests.contrib.sharded_programs import (
     REMAINDERS,
     SMALL,
 )
-from tests.ranks import from_two
+from tests.ranks import alone, from_two
 from tests.tolerance import CLIPPED, ROUNDED_WEIGHTS, assert_close_to_largest, each
 
 pytestmark = pytest.mark.dist
@@ -441,19 +440,8 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.9's own
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_one_rank(device, tmp_path):
-    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone({"cpu": "gloo", "cuda": "nccl"}[device]):
         programs.one_rank(device, tmp_path)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

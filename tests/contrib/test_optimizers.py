@@ -28,11 +28,7 @@ from tests.optimizers.common import (
 from tests.tolerance import CLIPPED, assert_close_to_largest, each
 
 SMALL = ((7,), (33, 5))
-OLD = {
-    "FusedAdam": lambda params, **more: FusedAdam(params, **{"lr": 0.02, **more}),
-    "FusedSGD": lambda params, **more: FusedSGD(params, **{"lr": 0.02, "momentum": 0.9, **more}),
-}
-every = pytest.mark.parametrize("make", OLD.values(), ids=OLD.keys())
+every = pytest.mark.parametrize("make", common.OLD.values(), ids=common.OLD.keys())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -140,40 +136,6 @@ def test_steps_are_counted_for_each_parameter():
     assert same(train(resumed, others, range(2)), train(optimizer, params, range(2)))
 
 
-@every
-def test_nothing_waits_for_the_device(make):
-    params = [torch.nn.Parameter(torch.empty(5, device="meta")) for _ in range(2)]
-    optimizer = make(params, **({"max_grad_norm": 1.0} if make is OLD["FusedAdam"] else {}))
-    for number in range(3):
-        for param in params:
-            param.grad = torch.empty_like(param)
-        if number:
-            params[0].grad = None
-        optimizer.grad_scale = torch.empty((), device="meta")
-        optimizer.found_inf = torch.empty((), device="meta")
-        optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf
-    optimizer.step(scale=torch.empty((), device="meta"))
-
-
-@every
-def test_grad_scaler(make):
-    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
-    optimizer, plain = make(params), make(twins)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for number in range(3):
-        scaler.scale(torch.ones(()))
-        give_grads(params, number, scale=scaler.get_scale())
-        if number == 1:
-            params[0].grad[2] = float("inf")
-        with on("reference"):
-            scaler.step(optimizer)
-        scaler.update()
-        if number != 1:
-            train(plain, twins, [number], "reference")
-    assert same(values(params), values(twins))
-
-
 def test_a_flag_that_is_not_read(monkeypatch):
     from apex.ops import _runtime
 
@@ -265,7 +227,7 @@ def test_sgd_is_the_new_one():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("make", [*OLD.values(), lambda p: FusedLAMB(p, lr=0.02)])
+@pytest.mark.parametrize("make", [*common.OLD.values(), lambda p: FusedLAMB(p, lr=0.02)])
 def test_under_amp(level, make):
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 2)

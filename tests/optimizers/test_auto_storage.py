@@ -1,7 +1,6 @@
 """``storage="auto"``: low bits for bfloat16 weights, plain for others, and checkpoints of both."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex.ops.lists.storage import join_bits
 from apex.optimizers import FusedAdam, FusedSGD
+from tests.optimizers import common
 from tests.optimizers.common import EVERY, PATHS, give_grads, on, parameters, same, train
 from tests.saved_whole import make as saved_whole
 
@@ -68,13 +68,6 @@ def goes_on(net, optimizer, others, other):
     assert same(wide(net, optimizer), wide(others, other))
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def through_dcp(saver, loader, folder):
     """Save one optimizer, load into another, each with its model."""
     saved = {"optimizer": get_optimizer_state_dict(*saver)}
@@ -122,7 +115,7 @@ def test_low_bits_are_saved_and_loaded(make, way, state, tmp_path):
     if way == "DCP":
         through_dcp((net, optimizer), (others, other), tmp_path)
     else:
-        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     goes_on(net, optimizer, others, other)
 
 
@@ -134,7 +127,7 @@ def test_a_plain_checkpoint_is_loaded(make, way, state, tmp_path):
     net, optimizer = trained(make, storage="plain", state=state)
     others, other = trained(make, seed=1, state=state, steps=0 if "new" in way else 2)
     if way == "file":
-        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     else:
         with pytest.warns(UserWarning, match="no low bits, and goes on from the bfloat16 weights"):
             through_dcp((net, optimizer), (others, other), tmp_path)
@@ -160,7 +153,7 @@ def test_plain_loads_it(make, way, state, tmp_path):
     if way == "DCP":
         through_dcp((net, optimizer), (others, other), tmp_path)
     else:
-        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     for mine, its in zip(net.parameters(), others.parameters(), strict=True):
         state = {key: x for key, x in optimizer.state[mine].items() if key != "low_bits"}
         assert state.keys() == other.state[its].keys()
@@ -173,10 +166,10 @@ def test_low_bits_of_low_bits(make, tmp_path):
     """Through a file both ways; DCP does not read a key that it does not know; apex warns."""
     net, optimizer = trained(make, storage="low_bits", net=Brain)
     others, other = trained(make, seed=1, net=Brain)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     goes_on(net, optimizer, others, other)
     back = make([*others.parameters()], storage="low_bits")
-    back.load_state_dict(through_a_file(other.state_dict()))
+    back.load_state_dict(common.through_a_file(other.state_dict()))
     assert same(wide(others, other), wide(others, back))
     with pytest.warns(UserWarning, match='load it into one with storage="low_bits", and pass'):
         through_dcp((net, optimizer), (others, other), tmp_path)

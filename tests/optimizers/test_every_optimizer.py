@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import inspect
@@ -24,6 +25,7 @@ from tests.optimizers import common
 from tests.optimizers.common import (
     EVERY,
     MODES,
+    OLD,
     PATHS,
     WAYS,
     check_closure,
@@ -143,7 +145,7 @@ def test_steps_of_empty_groups_are_found_on_the_device():
     assert torch.equal(saved["param_groups"][1]["step"], torch.tensor([5], dtype=torch.int32))
 
 
-COUNTING = {"contrib.FusedAdam": contrib.FusedAdam, **EVERY}
+COUNTING = {"contrib.FusedAdam": OLD["contrib.FusedAdam"], **EVERY}
 
 
 @pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING.keys())
@@ -380,7 +382,11 @@ def test_scaled_and_skipped_steps_of_two_groups(name, path, lags):
         assert [int(group["step"]) for group in groups] == [3, 3]
 
 
-@every
+CLIPPED = {"clipped": functools.partial(OLD["contrib.FusedAdam"], max_grad_norm=1.0)}
+EVERY_KIND = {**EVERY, **OLD, **CLIPPED}
+
+
+@pytest.mark.parametrize("make", EVERY_KIND.values(), ids=EVERY_KIND)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_on_a_device_without_memory(make, dtype):
     """On meta a value that is read is an error."""
@@ -396,6 +402,8 @@ def test_steps_on_a_device_without_memory(make, dtype):
         optimizer.step()
     del optimizer.grad_scale, optimizer.found_inf
     optimizer.step()
+    if make not in EVERY.values():
+        optimizer.step(scale=torch.empty((), device="meta"))
 
 
 # -- groups of equal numbers -----------------------------------------------------------------------
@@ -714,8 +722,14 @@ def test_lr_may_be_a_number_of_numpy(make, kind):
 # -- torch's GradScaler --------------------------------------------------------------------------
 
 
-@every
-@pytest.mark.parametrize("historic", [False, True])
+DRIVEN = [
+    pytest.param(make, historic, id=f"{name}-{historic}")
+    for name, make in {**OLD, **EVERY}.items()
+    for historic in ([False] if name in OLD else [False, True])
+]
+
+
+@pytest.mark.parametrize(("make", "historic"), DRIVEN)
 def test_torch_grad_scaler_drives_the_step(make, historic):
     expected, params = parameters(), parameters()
     train(make(expected), expected, (0, 2), "reference")
@@ -872,17 +886,25 @@ def test_copies_have_methods_of_their_own(make, duplicate):
     assert not same(before, values(others))
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+MIXED_LAMB = functools.partial(
+    FusedMixedPrecisionLamb, lr=0.02, reduced_precision_dtype=torch.bfloat16
+)
+AND_MIXED_LAMB = {**EVERY, "FusedMixedPrecisionLamb": MIXED_LAMB}
+every_and_mixed_lamb = pytest.mark.parametrize("make", AND_MIXED_LAMB.values(), ids=AND_MIXED_LAMB)
+
+
+@every_and_mixed_lamb
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_resuming_is_bit_exact(make, dtype):
-    """Through a file, into parameters that were loaded too."""
+    """Through a file, into parameters that were loaded too; masters and the rate are saved."""
     params, optimizer = started(make, dtype, steps=3)
     saved, kept = common.through_a_file((optimizer.state_dict(), values(params)))
     expected = train(optimizer, params, range(3, 6))
     others = [torch.nn.Parameter(value) for value in kept]
-    resumed = make(others)
+    resumed = make(others, lr=9.0)
     resumed.load_state_dict(saved)
     assert same(train(resumed, others, range(3, 6)), expected)
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 9.0
 
 
 @every
@@ -907,11 +929,11 @@ def test_hooks_around_loading(make):
     assert seen == [optimizer.state[params[0]][slot].dtype]
 
 
-@every
+@every_and_mixed_lamb
 def test_closures_hooks_and_schedulers(make):
     params, optimizer = started(make, shapes=SMALL)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    lr = optimizer.param_groups[0]["lr"]
+    lr = float(optimizer.param_groups[0]["lr"])
     check_closure(optimizer, params)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == lr / 2
@@ -967,34 +989,29 @@ def test_zero_grad(make, arguments, left, set_grad_none):
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("group_of_one")
 @every
-def test_parameters_of_a_mesh(make, tmp_path):
+def test_parameters_of_a_mesh(make):
     """Addresses are those of the local parts."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
 
-        def spread(x):
-            return distribute_tensor(x, mesh, [Replicate()])
+    def spread(x):
+        return distribute_tensor(x, mesh, [Replicate()])
 
-        expected, plain = parameters(shapes=SMALL), parameters(shapes=SMALL)
-        params = [torch.nn.Parameter(spread(param.detach())) for param in plain]
-        left, right = make(expected), make(params)
-        for number in range(2):
-            give_grads(expected, number)
-            for param, other in zip(params, expected, strict=True):
-                param.grad = spread(other.grad.clone())
-            common.take_step("triton", left, right)
-        assert all(isinstance(param, DTensor) for param in params)
-        assert same(values(expected), [param.detach().to_local() for param in params])
-        saved = right.state_dict()
-        make(params).load_state_dict(saved)
-    finally:
-        torch.distributed.destroy_process_group()
+    expected, plain = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    params = [torch.nn.Parameter(spread(param.detach())) for param in plain]
+    left, right = make(expected), make(params)
+    for number in range(2):
+        give_grads(expected, number)
+        for param, other in zip(params, expected, strict=True):
+            param.grad = spread(other.grad.clone())
+        common.take_step("triton", left, right)
+    assert all(isinstance(param, DTensor) for param in params)
+    assert same(values(expected), [param.detach().to_local() for param in params])
+    saved = right.state_dict()
+    make(params).load_state_dict(saved)
 
 
 # -- what is refused -----------------------------------------------------------------------------

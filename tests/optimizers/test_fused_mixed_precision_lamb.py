@@ -120,19 +120,6 @@ def test_grad_scaler(historic):
     each(assert_close_to_largest, masters_of(mixed, params), wide, CLIPPED)
 
 
-def test_resuming_is_bit_exact():
-    """Masters are saved; the original begins again from the rounded weights."""
-    params, mixed, *_ = pair(torch.bfloat16)
-    train(mixed, params, range(3))
-    saved, kept = common.through_a_file((mixed.state_dict(), values(params)))
-    expected = train(mixed, params, range(3, 6))
-    others = [torch.nn.Parameter(value) for value in kept]
-    resumed = FusedMixedPrecisionLamb(others, lr=9.0, reduced_precision_dtype=torch.bfloat16)
-    resumed.load_state_dict(saved)
-    assert same(train(resumed, others, range(3, 6)), expected)
-    assert float(resumed.param_groups[0]["lr"]) == pytest.approx(0.02)
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_moments_keep_the_dtype_they_were_saved_in(path):
     params, optimizer = started(FusedMixedPrecisionLamb, torch.float16, SMALL, steps=1)
@@ -144,14 +131,6 @@ def test_moments_keep_the_dtype_they_were_saved_in(path):
     assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float32
     train(optimizer, params, range(1, 2), path)
     assert all(param.isfinite().all() for param in params)
-
-
-def test_schedulers():
-    params, mixed, *_ = pair(torch.float16)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(mixed, 0.5)
-    train(mixed, params, range(1))
-    scheduler.step()
-    assert float(mixed.param_groups[0]["lr"]) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("written_after", [False, True])

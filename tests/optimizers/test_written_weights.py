@@ -8,8 +8,17 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.storage import join_bits
-from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
-from tests.optimizers.common import EVERY, on, parameters, same, started, train, values
+from apex.optimizers import FusedAdam
+from tests.optimizers.common import (
+    EVERY,
+    WITH_MASTERS,
+    on,
+    parameters,
+    same,
+    started,
+    train,
+    values,
+)
 
 SMALL = ((7,), (33, 5))
 COLUMNS = {"low_bits": "low_bits", "kahan": "error"}
@@ -142,13 +151,8 @@ def test_a_graph_does_not_forget_at_each_replay(monkeypatch):
         optimizer.step()
 
 
-MASTERED = {
-    "FusedAdam": lambda p: FusedAdam(p, lr=1e-3, capturable=True, master_weights=True),
-    "FusedMixedPrecisionLamb": lambda p: FusedMixedPrecisionLamb(
-        p, lr=1e-3, reduced_precision_dtype=torch.bfloat16
-    ),
-}
-mastered = pytest.mark.parametrize("make", MASTERED.values(), ids=MASTERED.keys())
+MASTERED = [partial(make, lr=1e-3, **options) for make, options in WITH_MASTERS.items()]
+mastered = pytest.mark.parametrize("make", MASTERED)
 
 
 def masters(optimizer, params):
