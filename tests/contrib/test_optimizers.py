@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from apex import amp
 from apex.catalogue.optimizers import adam_eps_inside
 from apex.contrib.optimizers import FusedAdam, FusedLAMB, fused_adam, fused_lamb
 from apex.contrib.optimizers.fused_sgd import FusedSGD
@@ -229,22 +228,7 @@ def test_sgd_is_the_new_one():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", [*common.OLD.values(), lambda p: FusedLAMB(p, lr=0.02)])
 def test_under_amp(level, make):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 2)
-    optimizer = make(model.parameters())
-    try:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        x, losses = torch.randn(16, 6), []
-        for _ in range(5):
-            loss = model(x).float().square().mean()
-            losses.append(loss.item())
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert losses[-1] < losses[0]
-    finally:
-        amp.reset()
+    common.trained_under_amp(make, level)
 
 
 def test_the_names():

@@ -1,5 +1,7 @@
 """Five small models, and a fault planted at the output of one of their modules."""
 
+import contextlib
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -37,6 +39,14 @@ def spoil(x, rank, value, where, dtype):
     x = x.to(dtype).clone()
     x[bad.bool()] *= 1e6
     return x
+
+
+@contextlib.contextmanager
+def watching(model, lr=0.1, **options):
+    """SGD for a model, and a watch of both that keeps faults."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with debug.watch(model, optimizer, **{"on_fault": "keep", **options}) as watch:
+        yield optimizer, watch
 
 
 def explained(

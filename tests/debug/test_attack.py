@@ -11,7 +11,7 @@ from apex import amp, debug
 from apex.commands import command_line as cli
 from apex.debug import reproduce
 from tests.debug.in_process import main
-from tests.debug.planted import explained
+from tests.debug.planted import explained, watching
 
 
 class Root(nn.Module):
@@ -110,8 +110,7 @@ def test_attributes_that_a_forward_writes_are_given_back():
             return torch.log(super().forward(x) * 0)
 
     model, x = Stateful(4, 4), torch.randn(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         model(x).sum().backward()
         optimizer.step()
         hidden = model.hidden
@@ -122,8 +121,7 @@ def test_attributes_that_a_forward_writes_are_given_back():
 
 def test_a_learning_rate_of_inf_is_the_optimizers():
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         for _ in range(2):
             optimizer.zero_grad()
             model(x).square().sum().backward()
@@ -152,8 +150,7 @@ def test_an_update_of_masters_is_the_optimizers():
 def test_functions_of_torch_func_run_as_without_a_watch():
     model, x = nn.Linear(4, 1), torch.randn(5, 3, 4)
     expected = torch.func.vmap(model)(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="raise") as watch:
+    with watching(model, on_fault="raise") as (optimizer, watch):
         assert torch.equal(torch.func.vmap(model)(x), expected)
         torch.func.jvp(model, (x,), (x,))
         params = {name: one.detach() for name, one in model.named_parameters()}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from apex import amp, debug
-from tests.debug.planted import explained
+from tests.debug.planted import explained, watching
 from tests.debug.table import Block, Middle
 
 
@@ -419,8 +419,7 @@ def scratch(allocate, direction="forward", *, while_explained=False):
     torch.use_deterministic_algorithms(True)
     try:
         model = block(lambda x: Scratch.apply(x, allocate, direction))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with debug.watch(model, optimizer, on_fault="keep") as watch:
+        with watching(model) as (optimizer, watch):
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             torch.use_deterministic_algorithms(while_explained)

@@ -9,7 +9,7 @@ from torch import nn
 from apex import amp, debug
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
-from tests.debug.planted import explained, mlp, plant
+from tests.debug.planted import explained, mlp, plant, watching
 from tests.debug.table import Block, Middle
 
 
@@ -57,8 +57,7 @@ def test_outputs_in_containers_and_two_backwards():
 
 def test_a_bad_output_that_nobody_uses_is_no_fault():
     model = Two(torch.log)
-    optimizer = sgd(model)
-    with watched(model, optimizer, on_fault="raise") as watch:
+    with watching(model, on_fault="raise") as (optimizer, watch):
         for _ in range(3):
             optimizer.zero_grad()
             model(-torch.ones(4, 8))["good"].mean().backward()
@@ -194,8 +193,7 @@ def test_modes_since_the_forward():
     """eval() after the forward: the replay is in train() as the forward was, with its dropout."""
     inverse = Middle(lambda x: 1 / x)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), inverse, nn.Linear(8, 4))
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
+    with watching(model) as (optimizer, watch):
         model(torch.ones(4, 8)).mean().backward()
         optimizer.step()
         model.eval()
@@ -310,8 +308,7 @@ def test_complex_numbers():
 
 def test_sharp_edges_of_json():
     model = Block(Middle(root))
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
+    with watching(model) as (optimizer, watch):
         model(torch.randn(4, 8)).mean().backward()
         optimizer.step()
         report = watch.explain()

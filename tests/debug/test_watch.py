@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp, debug
 from tests.checkpoints import assert_equal
-from tests.debug.planted import LEVELS, MODELS, Training, explained, plant
+from tests.debug.planted import LEVELS, MODELS, Training, explained, plant, watching
 
 ALL_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "GradScaler")
 
@@ -171,8 +171,7 @@ class Stateful(nn.Module):
 
 def test_buffers_stay_and_a_replay_reads_them_as_they_were():
     model = Stateful()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         while watch.fault is None:
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
@@ -210,8 +209,7 @@ def test_python_and_numpy_draw_on_as_without_a_report():
     model = nn.Linear(8, 8)
     inner = model.forward
     model.forward = lambda x: inner(x).sqrt() * random.random() * np.random.rand()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         model(torch.randn(4, 8)).mean().backward()
         optimizer.step()
         states = random.getstate(), np.random.get_state()
@@ -327,8 +325,7 @@ def test_an_exception_in_the_step_or_the_forward_ends_it():
 
 def test_gradients_are_there_after_a_skipped_step():
     model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         (model(torch.randn(4, 8)) * float("inf")).mean().backward()
         before, gradient = model.weight.detach().clone(), model.weight.grad
         optimizer.step()
@@ -410,8 +407,7 @@ def test_only_the_first_fault_is_told():
 
 def test_skip_can_be_switched_off():
     model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer, on_fault="keep", skip=False) as watch:
+    with watching(model, skip=False) as (optimizer, watch):
         (model(torch.randn(4, 8)) * float("nan")).mean().backward()
         optimizer.step()
 
@@ -448,8 +444,7 @@ class Masked(nn.Module):
 
 def test_an_output_that_the_loss_masks_is_looked_at_where_it_is_asked_for():
     model = Masked()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         for asked in (False, True):
             out = model(torch.randn(4, 8))
             if asked:
@@ -560,8 +555,7 @@ def drift_training(steps, jump=None):
     """Steps with a sample each; ``jump``: the step where gradients of the middle layer are 1e4."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="raise", every=1) as watch:
+    with watching(model, 0.01, on_fault="raise", every=1) as (optimizer, watch):
         for number in range(1, steps + 1):
             optimizer.zero_grad()
             x = torch.randn(16, 8)
@@ -645,8 +639,7 @@ def test_explain_without_a_fault():
 
 def test_step_has_to_return_the_loss():
     model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         (model(torch.randn(4, 8)) * float("nan")).mean().backward()
         optimizer.step()
         with pytest.raises(TypeError, match=r"step\(\) returned NoneType; it must compute"):
@@ -656,8 +649,7 @@ def test_step_has_to_return_the_loss():
 
 def test_a_scaler_that_was_not_passed_is_asked_for():
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer):
+    with watching(model) as (optimizer, _):
         for _ in range(256):
             model(torch.ones(1, 4)).sum().backward()
         with pytest.warns(UserWarning, match="pass watch.*scaler=scaler"):

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from apex import amp
 from apex._compat import HAS_GRAD_DTYPE
 from apex.catalogue.optimizers import OPTIMIZERS, Step
 from apex.contrib import optimizers as contrib
@@ -104,6 +105,13 @@ def assert_rounded(params, others):
     each(assert_one_rounding, params, [other.detach().double() for other in others])
 
 
+def copy_into(params, others):
+    """Write values as programs do that load or average weights."""
+    with torch.no_grad():
+        for param, other in zip(params, others, strict=True):
+            param.copy_(other)
+
+
 def values(params):
     return [param.detach().clone() for param in params]
 
@@ -153,6 +161,28 @@ def stepped_on_expanded_gradients(make, path):
         make(expected).step()
     assert all(param.grad.eq(1).all() for param in params)
     return values(params), values(expected)
+
+
+def trained_under_amp(make, level, wrap=lambda optimizer: optimizer, **options):
+    """Losses, masters and optimizer after six steps of a small model, whose losses fall."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    made, losses, generator = make(model.parameters()), [], torch.Generator().manual_seed(1)
+    try:
+        _, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, **options)
+        optimizer = wrap(optimizer)
+        for _ in range(6):
+            loss = model(torch.randn(16, 6, generator=generator)).float().square().mean()
+            losses.append(loss.item())
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0]
+        masters = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+        return losses, masters, optimizer
+    finally:
+        amp.reset()
 
 
 def normal(seed, shapes):

@@ -1,6 +1,7 @@
 """``storage="auto"``: low bits for bfloat16 weights, plain for others, and checkpoints of both."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -59,9 +60,7 @@ def wide(net, optimizer):
 
 def goes_on(net, optimizer, others, other):
     """Assert that both have the same numbers, and after two more steps."""
-    with torch.no_grad():
-        for param, value in zip(others.parameters(), net.parameters(), strict=True):
-            param.copy_(value)
+    common.copy_into(others.parameters(), net.parameters())
     assert same(wide(net, optimizer), wide(others, other))
     for one, two in ((net, optimizer), (others, other)):
         train(two, [*one.parameters()], range(2, 4), "reference")
@@ -190,15 +189,11 @@ def test_without_a_slot_the_key_stays(tmp_path):
     """So torch refuses a checkpoint that lacks it; the page has what to write then."""
     sides = []
     for storage in ("plain", "auto"):
-        net = Net()
-        optimizer = FusedSGD([*net.parameters()], lr=0.1, storage=storage)
-        train(optimizer, [*net.parameters()], range(2), "reference")
-        sides.append((net, optimizer))
+        sides.append(trained(functools.partial(FusedSGD, lr=0.1), storage=storage))
     assert "low_bits" in sides[1][1].state_dict()["state"][0]
     with pytest.raises(checkpoint.api.CheckpointException, match="Missing key.*low_bits"):
         through_dcp(*sides, tmp_path)
-    net = Net()
-    optimizer = FusedSGD([*net.parameters()], lr=0.1, storage="auto")
+    net, optimizer = trained(functools.partial(FusedSGD, lr=0.1), steps=0)
     here = {"optimizer": get_optimizer_state_dict(net, optimizer)}
     planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
     checkpoint.load(here, checkpoint_id=tmp_path, no_dist=True, planner=planner)
@@ -208,9 +203,7 @@ def test_without_a_slot_the_key_stays(tmp_path):
 
 def test_float64_states_hold_no_low_bits():
     """A model that was float64 has digits where low bits would be."""
-    params = parameters(torch.float64, SHAPES)
-    old = FusedAdam(params)
-    train(old, params, range(2))
+    params, old = common.started(FusedAdam, torch.float64, SHAPES, steps=2)
     brain = [torch.nn.Parameter(param.detach().bfloat16()) for param in params]
     new = FusedAdam(brain, storage="auto")
     new.load_state_dict(old.state_dict())
@@ -223,9 +216,8 @@ def test_float64_states_hold_no_low_bits():
 @pytest.mark.parametrize("value", [2.0**-160, 0.5 + 2.0**-50])
 def test_moments_of_float64_come_back_whatever_their_digits_are(storage, value):
     """One is outside the range of float32, one has digits where low bits would be."""
-    params = parameters(torch.float64, [(5,)])
-    optimizer = FusedAdam(params, storage=storage)
-    train(optimizer, params, range(1))
+    how = {"steps": 1, "storage": storage}
+    params, optimizer = common.started(FusedAdam, torch.float64, [(5,)], **how)
     optimizer.state[params[0]]["exp_avg"].fill_(value)
     other = FusedAdam(params, storage=storage)
     other.load_state_dict(optimizer.state_dict())
@@ -235,19 +227,17 @@ def test_moments_of_float64_come_back_whatever_their_digits_are(storage, value):
 
 
 def test_moments_that_are_not_finite_come_back():
-    params = parameters(torch.bfloat16, [(5,)])
-    optimizer = FusedAdam(params, storage="auto")
-    train(optimizer, params, range(1))
+    how = {"steps": 1, "storage": "auto"}
+    params, optimizer = common.started(FusedAdam, torch.bfloat16, [(5,)], **how)
     moment = torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0, 1e-45])
     optimizer.state[params[0]]["exp_avg"] = moment.clone()
     low = optimizer.state[params[0]]["low_bits"]
     low.fill_(-3)
     other = FusedAdam(params, storage="auto")
     other.load_state_dict(optimizer.state_dict())
-    assert torch.equal(
-        other.state[params[0]]["exp_avg"].view(torch.int32), moment.view(torch.int32)
-    )
-    assert torch.equal(other.state[params[0]]["low_bits"], low)
+    state = other.state[params[0]]
+    assert torch.equal(state["exp_avg"].view(torch.int32), moment.view(torch.int32))
+    assert torch.equal(state["low_bits"], low)
 
 
 def test_copies_and_torchs_state():
@@ -256,9 +246,8 @@ def test_copies_and_torchs_state():
         for mine, its in zip(optimizer.state.values(), copied.state.values(), strict=True):
             assert mine.keys() == its.keys()
             assert all(torch.equal(mine[key], its[key]) for key in mine)
-    for mine, its in zip(
-        optimizer.state.values(), optimizer.torch_state_dict()["state"].values(), strict=True
-    ):
+    torchs = optimizer.torch_state_dict()["state"].values()
+    for mine, its in zip(optimizer.state.values(), torchs, strict=True):
         assert its.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert torch.equal(mine["exp_avg"], its["exp_avg"])
 

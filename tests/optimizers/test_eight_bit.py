@@ -19,6 +19,7 @@ from apex.optimizers import (
     _muon_shards,
 )
 from apex.optimizers._eight_bit import CODES, is_code, stored, value_of
+from tests import checkpoints
 from tests.optimizers import common
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, started, train, values
@@ -372,13 +373,8 @@ def test_a_saved_state_comes_back_bit_for_bit(make):
     others, other = started(make, shapes=SHAPES, state="8bit")
     other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     for copied in (other, pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-        for mine, its in zip(optimizer.state.values(), copied.state.values(), strict=True):
-            assert mine.keys() == its.keys()
-            assert all(torch.equal(mine[key], its[key]) for key in mine)
-            assert all(mine[key].dtype == its[key].dtype for key in mine)
-    with torch.no_grad():
-        for param, mine in zip(others, params, strict=True):
-            param.copy_(mine)
+        checkpoints.assert_equal([*optimizer.state.values()], [*copied.state.values()])
+    common.copy_into(others, params)
     assert same(train(optimizer, params, range(2, 4)), train(other, others, range(2, 4)))
 
 

@@ -1,11 +1,11 @@
 """FusedLAMB: the formula, trust ratios, clipping, what is left in gradients, layouts of state."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from apex import amp
 from apex.catalogue.optimizers import Step, adam, lamb
 from apex.ops.updates import cpu_fused
 from apex.optimizers import FusedLAMB
@@ -189,30 +189,12 @@ def test_second_moments_of_bfloat16_forget():
 # -- under amp -------------------------------------------------------------------------------------
 
 
-def trained(level, **options):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    optimizer = FusedLAMB(model.parameters(), lr=0.02, max_grad_norm=0.05)
-    try:
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, verbosity=0, loss_scale=1024.0, **options
-        )
-        generator = torch.Generator().manual_seed(1)
-        losses = []
-        for _ in range(6):
-            loss = model(torch.randn(16, 6, generator=generator)).float().square().mean()
-            losses.append(loss.item())
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert losses[-1] < losses[0]
-        return [p.detach().float().clone() for p in amp.master_params(optimizer)]
-    finally:
-        amp.reset()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_amp_can_leave_the_scale_to_the_step(level):
     """Clipping sees unscaled gradients either way."""
-    each(assert_close_to_largest, trained(level, fused_step=True), trained(level), CLIPPED)
+    found = []
+    for options in ({}, {"fused_step": True}):
+        make = functools.partial(FusedLAMB, lr=0.02, max_grad_norm=0.05)
+        _, masters, _ = common.trained_under_amp(make, level, loss_scale=1024.0, **options)
+        found.append(masters)
+    each(assert_close_to_largest, found[1], found[0], CLIPPED)

@@ -9,10 +9,10 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists.storage import join_bits
 from apex.optimizers import FusedAdam
+from tests.optimizers import common
 from tests.optimizers.common import (
     EVERY,
     WITH_MASTERS,
-    on,
     parameters,
     same,
     started,
@@ -108,16 +108,11 @@ def test_a_checkpoint_loads_in_any_order(storage, model_first, stepped_before):
     if stepped_before:
         train(resumed, others, range(2))
 
-    def load_model():
-        with torch.no_grad():
-            for param, value in zip(others, kept, strict=True):
-                param.copy_(value)
-
     if model_first:
-        load_model()
+        common.copy_into(others, kept)
     resumed.load_state_dict(saved)
     if not model_first:
-        load_model()
+        common.copy_into(others, kept)
     assert same(train(resumed, others, range(3, 6)), expected)
 
 
@@ -129,8 +124,7 @@ def test_a_zero_behind_autograds_back_is_zero(path):
     optimizer.param_groups[0]["lr"] = 0.0
     for param in params:
         param.data.zero_()
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert all(torch.equal(param, torch.zeros_like(param)) for param in params)
 
 
@@ -181,9 +175,7 @@ def test_masters_keep_their_bits_where_weights_come_back(make):
     train(plain, others, range(3))
     kept = values(params)
     load(params)
-    with torch.no_grad():
-        for param, value in zip(params, kept, strict=True):
-            param.copy_(value)
+    common.copy_into(params, kept)
     assert same(train(optimizer, params, range(3, 5)), train(plain, others, range(3, 5)))
 
 
@@ -199,9 +191,7 @@ def test_masters_and_models_load_in_any_order(make, model_first):
         if not is_model:
             resumed.load_state_dict(saved)
             continue
-        with torch.no_grad():
-            for param, value in zip(params, kept, strict=True):
-                param.copy_(value)
+        common.copy_into(params, kept)
     assert same(train(resumed, params, range(3, 5)), expected)
 
 
