@@ -123,6 +123,22 @@ def test_a_skipped_step_leaves_gradients_of_the_weights_dtype():
 
 
 @NEEDS_2_13
+def test_a_dropped_batch_leaves_gradients_of_the_weights_dtype():
+    """`unscale_`, no `step`: the next backward of torch's DDP would raise."""
+    weight, other = (torch.nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2))
+    optimizers = [amp.float16_weights(FusedAdam([one])) for one in (weight, other)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=SCALE) for _ in optimizers]
+    for scaler, optimizer, one in zip(scalers, optimizers, (weight, other), strict=True):
+        scaler.scale(one.float().sum()).backward()
+        scaler.unscale_(optimizer)
+    optimizers[0].zero_grad()
+    scalers[0].update()
+    assert other.grad.dtype == torch.float32  # of another scaler, which goes on
+    scalers[0].scale(weight.float().sum()).backward()
+    assert weight.grad.dtype == torch.float16
+
+
+@NEEDS_2_13
 def test_other_optimizers_meet_torchs_scaler():
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
     amp.float16_weights(FusedAdam([weight]))
