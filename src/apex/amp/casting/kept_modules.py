@@ -59,21 +59,19 @@ def read(
 
 def saved(kept: Sequence[Kept]) -> list[dict[str, str]] | None:
     """The policies of the models as plain values, for a checkpoint; None if they keep nothing."""
-    if not any(kept):
-        return None
-    return [
-        {name: str(dtype).removeprefix("torch.") for name, dtype in one.items()} for one in kept
-    ]
+    return [_plain(one) for one in kept] if any(kept) else None
+
+
+def _plain(kept: Kept) -> dict[str, str]:
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in kept.items()}
 
 
 def _log(kept: Sequence[Kept], formats: set[str], properties: Properties) -> None:
     own = _NAMES[properties.half_dtype]
-    names = [f"{n}={str(dtype).removeprefix('torch.')}" for one in kept for n, dtype in one.items()]
+    names = [f"{name}={dtype}" for one in kept for name, dtype in _plain(one).items()]
     others = ", ".join(sorted(formats - {own}))
-    text = f"policy                 : {', '.join(names) or f'all in {own}'}"
-    _speech.say(
-        text + (f" (passed over, since the level computes in {own}: {others})" if others else "")
-    )
+    note = f" (passed over, since the level computes in {own}: {others})" if others else ""
+    _speech.say(f"policy                 : {', '.join(names) or f'all in {own}'}{note}")
 
 
 def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Properties) -> Kept:

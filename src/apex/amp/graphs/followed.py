@@ -333,8 +333,7 @@ class Followed:
 
     def _with_wrapped(self) -> list[Any]:
         """The optimizers, and those inside of wrappers."""
-        inside = [one for outer in self.optimizers for one in optimizers_inside(outer)]
-        return [*self.optimizers, *inside]
+        return [one for outer in self.optimizers for one in (outer, *optimizers_inside(outer))]
 
     def _hooks_now(self) -> list[Any]:
         """The dicts of torch with hooks in them, by number."""
