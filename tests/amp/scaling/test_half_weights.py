@@ -63,6 +63,12 @@ def on_ranks(rank, how):
     return found
 
 
+def assert_trained_alike(losses, others):
+    found, wanted = torch.tensor(losses), torch.tensor(others)
+    torch.testing.assert_close(found, wanted, rtol=HALF_WEIGHTS, atol=0.0)
+    assert losses[-1] < losses[0]
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     with Ranks(tmp_path_factory.mktemp("ranks"), seconds=150, count=2) as ranks:
@@ -75,10 +81,7 @@ def test_a_loop_of_torchs_trains_float16_weights(optimizer_class):
     wanted, found = (
         train(network(dtype), dtype, optimizer_class) for dtype in (torch.float32, torch.float16)
     )
-    torch.testing.assert_close(
-        torch.tensor(found), torch.tensor(wanted), rtol=HALF_WEIGHTS, atol=0.0
-    )
-    assert found[-1] < found[0]
+    assert_trained_alike(found, wanted)
 
 
 @NEEDS_2_13
@@ -87,10 +90,7 @@ def test_a_loop_of_torchs_trains_float16_weights(optimizer_class):
 def test_with_what_spreads_a_model_over_ranks(pair, how):
     """In a backward pass DDP expects gradients of the weights' dtype."""
     for wanted, found in pair.run(functools.partial(on_ranks, how=how)):
-        torch.testing.assert_close(
-            torch.tensor(found), torch.tensor(wanted), rtol=HALF_WEIGHTS, atol=0.0
-        )
-        assert found[-1] < found[0]
+        assert_trained_alike(found, wanted)
 
 
 @NEEDS_2_13
