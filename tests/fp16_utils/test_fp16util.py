@@ -134,8 +134,8 @@ def test_fp16_model_leaves_token_ids_alone():
     options = {"mask": torch.tensor([True]), "name": "x"}
     y = model(ids, scale, options=options)
     assert y.dtype == torch.float16
-    assert torch.equal(y[0], model.network.embedding.weight[30001])
-    assert [*model.state_dict()] == ["network.embedding.weight"]
+    assert torch.equal(y[0], model.network.weight[30001])
+    assert [*model.state_dict()] == ["network.weight"]
 
 
 def test_fp16_model_casts_inside_of_containers():
