@@ -528,10 +528,11 @@ def test_numbers_do_not_depend_on_how_many_ranks_share(four, name, path):
 
 
 @pytest.mark.dist
-def test_a_checkpoint_goes_from_two_ranks_to_four_to_one(four, tmp_path):
-    alone, before = programs.Training("FusedAdam", 1, "reference"), 0
+@pytest.mark.parametrize("state", ["8bit", "bfloat16"])
+def test_a_checkpoint_goes_from_two_ranks_to_four_to_one(four, tmp_path, state):
+    alone, before = programs.Training("FusedAdam", 1, "reference", state), 0
     for seed, count in enumerate((2, 4, 1), 1):
-        answers = four.run(programs.chained, "FusedAdam", str(tmp_path), count, before, seed)
+        answers = four.run(programs.chained, "FusedAdam", str(tmp_path), count, before, seed, state)
         alone.step([seed])
         for answer in answers[:count]:
             alike(answer, alone.kept())
