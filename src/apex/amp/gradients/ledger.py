@@ -423,13 +423,14 @@ class Ledger:
         found_inf, widened = unscale_into(grads_of(plain), pairs, shared, scale)
         if widened:
             accumulate(widened)
-        if params.weights:
-            params.clear_before_next_forward()
         if self.stash:
             self.stash.add(params.for_stepped(self.stash))
-            params.keep_untouched(self.stash)
             if shared:
                 params.wait(shared, self.stash)
+        if params.weights:
+            params.clear_before_next_forward()
+            params.keep_untouched(self.stash)
+        if self.stash:
             self.stash = Stash()
         if self.training.process_group is not None:
             self.had_grads = any_grad(params.stepped)
