@@ -207,7 +207,7 @@ class OptimizerState:
             if has_ended:
                 self.ledger.after_step(is_taken=True, is_written=is_written, inside=inside)
             else:  # the closure has raised: no step was made, and gradients stay
-                self.overflow.counts.numbers.copy_(counted)
+                self.overflow.counts.numbers.copy_(counted)  # type: ignore[arg-type]
                 if inside is not None:
                     inside.finish()
         return result
@@ -297,9 +297,12 @@ class OptimizerState:
             if inside is None:
                 self.params.write()  # the optimizer may have moved the masters since
             self.is_stepping = False
-            with off.lifted(), contextlib.nullcontext() if inside is None else inside.paused():
-                loss = closure()
-            self.ledger.collect()
+            with contextlib.nullcontext() if inside is None else inside.paused():
+                with off.lifted():
+                    loss = closure()
+                self.ledger.collect()
+                if self._step_check is not None:
+                    self._step_check.begin(again=True)
             self.is_stepping = True
             return loss
 

@@ -362,6 +362,7 @@ class Ledger:
             self.fused.give_zeros()
         params.drop_cleared()
         if any_grad(params.plain) or not params.are_cleared():
+            self.left = self.left.without_zeros(self, [*params.stepped, *params.weights])
             return False
         self.left = Left()
         return True

@@ -2,14 +2,14 @@
 
 The gradients stay in ``.grad`` for the program to look at. The next block drops what is there:
 zeros take its place. A step before it is skipped as well, unless the program has put others there,
-as ``p.grad = None`` and a plain backward do, or has written to them, as zeros, and all are finite:
-what was made of an overflow is not.
+as ``p.grad = None`` and a plain backward do, and all are finite: what was made of an overflow is
+not. Zeros that the program has written to all of them are gradients: momentum and decay move.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,33 +26,45 @@ class Left:
 
     Args:
         passes: They have flags.
-        stepped: What the optimizer steps. The first one with a gradient tells whether others are
-            there now, or other values: to note all would take 0.2 ms for 1,000, in each step on a
+        stepped: What the optimizer steps. The first one with a gradient tells whether others, or
+            other values, are there now: to note all would take 0.2 ms for 1,000, in each step on a
             GPU.
     """
 
-    def __init__(self, passes: Sequence[Any] = (), stepped: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, passes: Iterable[Any] = (), stepped: Iterable[torch.Tensor] = ()) -> None:
         self.passes = list(passes)
         both = ((tensor, tensor.grad) for tensor in stepped)
-        first = next(((tensor, grad) for tensor, grad in both if grad is not None), None)
-        self._first = first and (first[0], weakref.ref(first[1]), _version(first[1]))
+        first = (
+            (tensor, weakref.ref(grad), _version(grad)) for tensor, grad in both if grad is not None
+        )
+        self._first = next(first, None)
 
-    def _is_written(self, ledger: Any) -> bool:
-        """Whether others are there; with a ``process_group`` ranks may not differ in it."""
-        if self._first is None or ledger.training.process_group is not None:
-            return False
-        tensor, grad, version = self._first
-        now = tensor.grad
-        return now is not None and (now is not grad() or _version(now) != version)
+    def _changes(self) -> tuple[bool, bool]:
+        """Whether another gradient is there, and whether that one was written."""
+        tensor, grad, version = self._first or (None, None, 0)
+        now = None if tensor is None else tensor.grad
+        if now is None or grad is None:
+            return False, False
+        return now is not grad(), _version(now) != version
 
     def for_step(self, ledger: Any, grads: Sequence[torch.Tensor]) -> list[Any]:
-        """The passes that a step of ``grads`` has to look at, without a pass of its own."""
-        if not grads or not self._is_written(ledger):
+        """The passes that a step of ``grads`` has to look at, without a pass of its own.
+
+        With a ``process_group`` ranks may not differ in it.
+        """
+        if not grads or ledger.training.process_group is not None or not self._changes()[0]:
             return self.passes
-        first = self.passes[0]
-        never = torch.full_like(first.counted, -1.0)  # so that the scaler does not count the step
-        found_inf = agree_(_found_inf(grads, first.found_inf), [ledger])
-        return [replace(first, found_inf=found_inf, counted=never)]
+        found_inf = _any_not(torch.isfinite, grads, self.passes[0].found_inf)
+        return [_uncounted(self.passes[0], agree_(found_inf, [ledger]))]
+
+    def without_zeros(self, ledger: Any, tensors: Sequence[torch.Tensor]) -> Left:
+        """What is left, without overflow where all gradients were set to zeros; nothing waits."""
+        if self._changes() != (False, True):
+            return self
+        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
+        are_left = agree_(_any_not(_is_zero, grads, self.passes[0].found_inf), [ledger])
+        flags = [one.found_inf * are_left.to(one.found_inf) for one in self.passes]
+        return Left(map(_uncounted, self.passes, flags), tensors)
 
     def drop(self, grads: Sequence[torch.Tensor]) -> None:
         """Set ``grads`` to zeros; where a device has decided, the device does."""
@@ -60,11 +72,24 @@ class Left:
 
 
 def _version(grad: torch.Tensor) -> int:
-    return grad._version if has_version(grad) else -1
+    return grad._version if has_version(grad) else 0
+
+
+def _uncounted(one: Any, found_inf: torch.Tensor) -> Any:
+    """A pass with another flag, of which the scaler does not count a step."""
+    return replace(one, found_inf=found_inf, counted=torch.full_like(one.counted, -1.0))
+
+
+def _is_zero(values: torch.Tensor) -> torch.Tensor:
+    return values == 0
 
 
 @torch.no_grad()
-def _found_inf(grads: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Whether one of ``grads`` is not finite: 1 or 0, of the kind of ``like``; nothing waits."""
-    finite = [torch.isfinite(stored_values(local(grad))).all() for grad in grads]
-    return torch.stack([1 - one.to(like, non_blocking=True) for one in finite]).amax()
+def _any_not(
+    is_right: Callable[[torch.Tensor], torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Whether an element is not right: 1 or 0, of the kind of ``like``; nothing waits."""
+    right = [is_right(stored_values(local(grad))).all() for grad in grads]
+    return torch.stack([1 - one.to(like, non_blocking=True) for one in right]).amax()
