@@ -9,7 +9,7 @@ not. Zeros that the program has written to all of them are gradients: momentum a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,17 +54,24 @@ class Left:
         """
         if not grads or ledger.training.process_group is not None or not self._changes()[0]:
             return self.passes
-        found_inf = _any_not(torch.isfinite, grads, self.passes[0].found_inf)
-        return [_uncounted(self.passes[0], agree_(found_inf, [ledger]))]
+        flags = [~torch.isfinite(values).all() for values in map(_values, grads)]
+        return [_uncounted(self.passes[0], self._any(flags, ledger))]
 
     def without_zeros(self, ledger: Any, tensors: Sequence[torch.Tensor]) -> Left:
         """What is left, without overflow where all gradients were set to zeros; nothing waits."""
         if self._changes() != (False, True):
             return self
-        grads = [grad for tensor in tensors if (grad := tensor.grad) is not None]
-        are_left = agree_(_any_not(_is_zero, grads, self.passes[0].found_inf), [ledger])
+        flags = [_values(grad).any() for tensor in tensors if (grad := tensor.grad) is not None]
+        are_left = self._any(flags, ledger)
         flags = [one.found_inf * are_left.to(one.found_inf) for one in self.passes]
         return Left(map(_uncounted, self.passes, flags), tensors)
+
+    def _any(self, flags: Iterable[torch.Tensor], ledger: Any) -> torch.Tensor:
+        """Whether one of ``flags`` is set, of the kind of the first pass's; nothing waits."""
+        like = self.passes[0].found_inf
+        return agree_(
+            torch.stack([one.to(like, non_blocking=True) for one in flags]).amax(), [ledger]
+        )
 
     def drop(self, grads: Sequence[torch.Tensor]) -> None:
         """Set ``grads`` to zeros; where a device has decided, the device does."""
@@ -75,21 +82,10 @@ def _version(grad: torch.Tensor) -> int:
     return grad._version if has_version(grad) else 0
 
 
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    return stored_values(local(grad)).detach()
+
+
 def _uncounted(one: Any, found_inf: torch.Tensor) -> Any:
     """A pass with another flag, of which the scaler does not count a step."""
     return replace(one, found_inf=found_inf, counted=torch.full_like(one.counted, -1.0))
-
-
-def _is_zero(values: torch.Tensor) -> torch.Tensor:
-    return values == 0
-
-
-@torch.no_grad()
-def _any_not(
-    is_right: Callable[[torch.Tensor], torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    like: torch.Tensor,
-) -> torch.Tensor:
-    """Whether an element is not right: 1 or 0, of the kind of ``like``; nothing waits."""
-    right = [is_right(stored_values(local(grad))).all() for grad in grads]
-    return torch.stack([1 - one.to(like, non_blocking=True) for one in right]).amax()
