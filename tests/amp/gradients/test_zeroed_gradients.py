@@ -1,5 +1,7 @@
 """Zeros are gradients: momentum and decay move a weight that a pass does not reach."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -117,13 +119,17 @@ def after_an_overflow(level, make, how, program):
             model, optimizer, opt_level=level, loss_scale="dynamic", init_scale=8.0, verbosity=0
         )
 
-    def passes(number, factor=1.0):
+    def one_pass(number, factor=1.0):
         loss = model(torch.full((1, 2), factor), number).sum()
         if level:
             scaled_backward(loss, optimizer)
         else:
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
+
+    def plain():
+        scale = 1.0 if level else scaler.get_scale()  # by which the step divides
+        (model(torch.ones(1, 2), 1).sum() * scale).backward()
 
     def step():
         before = copies(model.state_dict().values())
@@ -132,21 +138,17 @@ def after_an_overflow(level, make, how, program):
         now = copies(model.state_dict().values())
         found.append((now, not same(before, now)))
 
+    events = {
+        "step": step,
+        "clear": lambda: clear(how, model, optimizer),
+        "plain": plain,
+        "overflow": lambda: one_pass(0, torch.inf),
+    }
     found, before = [], None
     for event in [0, "step", "clear", 1, "step", "clear", "overflow", *program]:
-        if event == "step":
-            step()
-        elif event == "clear":
-            clear(how, model, optimizer)
-            if how == "optimizer" and before == "overflow":
-                scaler.update()  # forgets the overflow with the gradients
-        elif event == "overflow":
-            passes(0, torch.inf)
-        elif event == "plain":
-            scale = 1.0 if level else scaler.get_scale()  # by which the step divides
-            (model(torch.ones(1, 2), 1).sum() * scale).backward()
-        else:
-            passes(event)
+        events.get(event, functools.partial(one_pass, event))()
+        if (how, before, event) == ("optimizer", "overflow", "clear"):
+            scaler.update()  # forgets the overflow with the gradients
         before = event
     return found
 
