@@ -188,29 +188,25 @@ def _torchs(
     else:  # the same in one call. 0: no reduction
         y = _of_torch(x, labels, None, 0, padding_idx, 0.0)
     if y.requires_grad and y.dtype != torch.float64:
-        # A list of 32 takes 0.7 us less than the least of a tensor.
-        least = min(y.tolist()) if y.numel() <= 32 else y.detach().min().item()
+        losses = y.detach()
+        # Of 32 losses a list takes 0.7 us less.
+        least = min(losses.tolist()) if losses.numel() <= 32 else losses.min().item()
+        if least <= 0.0:  # perhaps of padded rows
+            padded = labels == padding_idx
+            losses = losses.masked_fill(padded, torch.inf)
+            least = losses.min().item()
         if least <= CERTAIN:
-            node: Any = y.grad_fn
-            node = node.next_functions[0][0]  # of the log-softmax
-            _correct(node, y.detach(), labels, padding_idx if least <= 0.0 else None)
+            _correct(y, losses, labels, padding_idx)
     return _smoothed(y, logs, labels, smoothing, padding_idx) if smoothing else y
 
 
-def _correct(
-    node: Any, losses: torch.Tensor, labels: torch.Tensor, padding_idx: int | None
-) -> None:
-    """Let a log-softmax's node in the graph correct the label's gradient near probability 1.
+def _correct(y: torch.Tensor, losses: torch.Tensor, labels: torch.Tensor, padding_idx: int) -> None:
+    """Let the backward of ``y`` correct the label's gradient where ``losses`` are small.
 
     The exact gradient of a row sums up to 0. So the label's lacks what the computed sum lacks.
     """
     passes = losses > CERTAIN
-    if padding_idx is not None:
-        padded = labels == padding_idx
-        labels = labels.masked_fill(padded, 0)
-        if passes.logical_or_(padded).all():
-            return
-    index, passes = labels[:, None], passes[:, None]
+    index, passes = labels.masked_fill(labels == padding_idx, 0)[:, None], passes[:, None]
 
     def corrected(slopes: tuple[Optional], _: Any) -> tuple[Optional]:
         (slope,) = slopes
@@ -220,7 +216,8 @@ def _correct(
         add = slope.scatter_add if torch.is_grad_enabled() else slope.scatter_add_
         return (add(1, index, missing),)
 
-    node.register_hook(corrected)
+    node: Any = y.grad_fn
+    node.next_functions[0][0].register_hook(corrected)  # the log-softmax's
 
 
 def _fitting(
