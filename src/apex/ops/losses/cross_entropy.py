@@ -94,14 +94,15 @@ def _forward(
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """Losses, and ``lse`` beside a 0 for ``miss``: :func:`_backward` computes both itself."""
     losses, lse = list[torch.Tensor](), list[torch.Tensor]()
+    buffer: Optional = None
     for x, y in _pieces(logits, labels.long()):
-        logs = x.new_empty(x.shape, dtype=wide(x))
+        buffer = x.new_empty(x.shape, dtype=wide(x)) if buffer is None else buffer
+        logs = buffer[: len(x)]
         torch.log_softmax(x, 1, dtype=logs.dtype, out=logs)  # without a cast of x beside it
         losses.append(_losses(logs, y, smoothing, padding_idx))
         if wants_lse:
             found = (x.amax(1) - logs.amax(1)).masked_fill_(y == padding_idx, 0.0)
             lse.append(torch.stack([found, torch.zeros_like(found)], 1))
-        del logs
     return _joined(losses), _joined(lse) if wants_lse else None
 
 
@@ -138,18 +139,17 @@ def _backward(
         index = index.masked_fill(padded, 0)
     if out is None and logits.numel() > PIECE:  # pieces, which are not joined
         out = torch.empty_like(logits)
-    found = []
+    found, buffer = list[torch.Tensor](), None
     columns = logits, index, dy[:, None], *([] if out is None else [out])
     for x, at, d, *to in _pieces(*columns):
-        slope = x.new_empty(x.shape, dtype=wide(x))
+        buffer = x.new_empty(x.shape, dtype=wide(x)) if buffer is None else buffer
+        slope = buffer[: len(x)]
         torch.softmax(x, 1, dtype=slope.dtype, out=slope)
         if smoothing:
             slope.sub_(smoothing / x.shape[1])
         slope.scatter_(1, at, 0.0)  # the sum of all is 0
         slope.scatter_(1, at, slope.sum(1, keepdim=True).neg_())
-        slope.mul_(d)
-        found.append(to[0].copy_(slope) if to else slope.to(x.dtype))
-        del slope  # before the next one is made
+        found.append(torch.mul(slope, d, out=to[0]) if to else slope.mul_(d).to(x.dtype))
     out = _joined(found) if out is None else out
     if alone is None:
         return [out.masked_fill_(padded, 0.0)]
