@@ -53,19 +53,19 @@ def read(policy: Any) -> dict[str, Any]:
             f"amp.initialize: {shown} was a {type(policy).__name__}; it must be the path of a file "
             "that apex what-if --save has written, or what is in it; of several models a list."
         )
-    if policy.get(MARK) != VERSION:
-        raise ValueError(
-            f"amp.initialize: {shown} has {MARK}={policy.get(MARK)!r}; this apex reads {VERSION}. "
-            "Write it with apex what-if --save, or apex.debug.what_if(...).save(path)."
-        )
     formats: Any = policy.get("formats")
-    if not isinstance(formats, Mapping) or not all(
-        isinstance(one, Mapping) and isinstance(one.get("modules"), Mapping)
-        for one in formats.values()
+    fault = ""
+    sections = formats.values() if isinstance(formats, Mapping) else [None]
+    if policy.get(MARK) != VERSION:
+        fault = f"has {MARK}={policy.get(MARK)!r}; this apex reads {VERSION}"
+    elif not all(
+        isinstance(x, Mapping) and isinstance(x.get("modules"), Mapping) for x in sections
     ):
+        fault = "has no 'formats' whose entries have 'modules'"
+    if fault:
         raise ValueError(
-            f"amp.initialize: {shown} has no 'formats' whose entries have 'modules'. Write it with "
-            "apex what-if --save, or apex.debug.what_if(...).save(path)."
+            f"amp.initialize: {shown} {fault}. Write it with apex what-if --save, or "
+            "apex.debug.what_if(...).save(path)."
         )
     return dict(formats)
 
