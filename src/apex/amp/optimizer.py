@@ -273,8 +273,7 @@ class OptimizerState:
             raise RuntimeError(
                 "amp: torch's GradScaler cannot drive this optimizer at "
                 f"{self.training.properties.opt_level}: it steps float32 masters, and the "
-                "gradients are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or "
-                "O4."
+                "gradients are on the 16-bit model. Use amp.scale_loss, or O1 or O4."
             )
 
     def _refuse_part(self) -> None:

@@ -95,11 +95,10 @@ class _Guard(_Hook):
             name = self.level.model
             raise RuntimeError(
                 f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
-                f"its {name} was not called as model(x). The casts are hooks of {name}, which "
-                "model.forward(x), another method (model.encode(x)), a __call__ of its own and a "
-                "call of one of its parts bypass. Call model(x), and leave __call__ to nn.Module; "
-                "or pass its parts to amp.initialize instead, as in [model.encoder, "
-                "model.decoder]; or pass inputs of the weights' dtype."
+                f"its {name} was not called as model(x). model.forward(x), another method "
+                "(model.encode(x)), a __call__ of its own and a call of a part bypass the casts. "
+                "Call model(x), and leave __call__ to nn.Module; or pass the parts to "
+                "amp.initialize ([model.encoder, model.decoder]), or inputs of the weights' dtype."
             )
 
 
@@ -182,11 +181,10 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
     if _first_parameter(model, HALF_TYPES) is not None:
         return
     raise RuntimeError(
-        f"forward of {type(model).__name__}: amp.initialize cast its weights to 16 bits, and none "
-        "of them is 16-bit any more. Something like model.float() converted them, while amp still "
-        "casts the inputs. Call amp.reset() instead of model.float(): it gives every model "
-        "its float32 weights back and removes the casts. For another level call amp.initialize "
-        "again."
+        f"forward of {type(model).__name__}: none of the weights that amp.initialize cast is "
+        "16-bit any more, but amp still casts the inputs. Instead of model.float() call "
+        "amp.reset(), which also gives every model its float32 weights back. For another level "
+        "call amp.initialize again."
     )
 
 
