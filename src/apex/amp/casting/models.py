@@ -182,8 +182,8 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
         return
     raise RuntimeError(
         f"forward of {type(model).__name__}: none of the weights that amp.initialize cast is "
-        "16-bit any more, but amp still casts the inputs. Instead of model.float() call "
-        "amp.reset(), which also gives every model its float32 weights back. For another level "
+        "16-bit any more, but amp still casts the inputs. Call amp.reset() instead of "
+        "model.float(): it also gives every model its float32 weights back. For another level "
         "call amp.initialize again."
     )
 
