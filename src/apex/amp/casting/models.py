@@ -20,7 +20,6 @@ from apex._compat import private
 from apex.amp.casting import kept_modules, switches
 from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
-from apex.amp.casting.precision_file import named_modules
 from apex.amp.casting.switches import Casts
 from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.masters import table
@@ -301,7 +300,7 @@ def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[kept_modules
     for model, own in zip(models, kept, strict=True):
         others = [other for other in [*prepared, *models] if own and other is not model]
         elsewhere = {id(one): type(other).__name__ for other in others for one in other.modules()}
-        for name, module in named_modules(model):
+        for name, module in kept_modules.named_modules(model):
             hooks = () if id(module) in again else module._forward_pre_hooks.values()
             owners = [x.calls.model for x in hooks if isinstance(x, kept_modules.EnterKept)]
             if not owners and name in own:
