@@ -34,11 +34,11 @@ class LossScaler(Scale):
 
     @property
     def _unskipped(self) -> int:
-        return int(self._read()[CLEAN])
+        return int(self.numbers[CLEAN])
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._write(CLEAN, value)
+        self.numbers[CLEAN] = float(value)
 
     @property
     def _has_overflow(self) -> bool:
