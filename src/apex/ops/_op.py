@@ -468,7 +468,8 @@ class op:  # lower case, like torch.autocast: used as a function
             wanted = [name for name, need in zip(self.tensors, needed, strict=False) if need]
             by_name = self._definition_gradients(dy, saved, wanted)
             return *map(by_name.get, self.tensors), None
-        needs, gradients = self._needs(needed), list[torch.Tensor | None]()
+        needs = self._needs(needed)
+        gradients: list[torch.Tensor | None]
         if (
             compiling
             or _dispatch_modes() > 0
