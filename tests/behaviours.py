@@ -16,7 +16,6 @@ class Behaviour(NamedTuple):
     """One sentence about the code, and a bug that breaks it.
 
     Attributes:
-        area: ``amp``, ``optimizers``, ``ops``, ``debug`` or ``report``.
         name: What ``python -m tests.plant`` calls it.
         users: What they rely on.
         plant: The bug, in words.
@@ -26,7 +25,6 @@ class Behaviour(NamedTuple):
         new: What replaces it.
     """
 
-    area: str
     name: str
     users: str
     plant: str
@@ -38,7 +36,6 @@ class Behaviour(NamedTuple):
 
 AMP = [
     Behaviour(
-        "amp",
         "scale-grows-in-time",
         "After growth_interval steps without an overflow the loss scale grows, not one step later.",
         plant="Let the scale grow when the count of clean steps is above the interval.",
@@ -48,7 +45,6 @@ AMP = [
         new="full = (clean > self._scale_seq_len)",
     ),
     Behaviour(
-        "amp",
         "overflow-restarts-count",
         "After an overflow the steps until the scale grows are counted from 0.",
         plant="Keep the count of clean steps when the scale backs off.",
@@ -59,7 +55,6 @@ AMP = [
         new="torch.stack((lower, clean, steps))",
     ),
     Behaviour(
-        "amp",
         "any-pass-skips",
         "A step for several backward passes is skipped if any of them was not finite.",
         plant="Read the flag of the last pass alone.",
@@ -70,7 +65,6 @@ AMP = [
         new="for index, one in [*enumerate(passes)][-1:]:",
     ),
     Behaviour(
-        "amp",
         "log-names-scaler",
         "amp's log of a skipped step shows the number of the loss scaler that it belongs to.",
         plant="Log the number of the step's first pass, instead of the one that was not finite.",
@@ -81,7 +75,6 @@ AMP = [
         new="passes[0].index, numbers[",
     ),
     Behaviour(
-        "amp",
         "each-loss-has-its-scale",
         "With num_losses each loss_id has a scale of its own, which other losses do not change.",
         plant="Take the first scaler for every loss_id.",
@@ -92,7 +85,6 @@ AMP = [
         new="scaler = training.loss_scalers[loss_id] and training.loss_scalers[0]",
     ),
     Behaviour(
-        "amp",
         "delayed-passes-share-a-scale",
         "Passes with delay_unscale accumulate at the scale of the first, even if it has changed.",
         plant="Let a pass that continues a delayed one take the scaler's scale now.",
@@ -104,7 +96,6 @@ AMP = [
         "            before.scale = self.scaler.scale_on(self.loss.device)\n",
     ),
     Behaviour(
-        "amp",
         "delayed-check-is-made-up",
         "An overflow in a delay_overflow_check pass lowers the scale at the next check.",
         plant="Forget the flags of unchecked passes at the next check.",
@@ -114,7 +105,6 @@ AMP = [
         new="self._unchecked = None",
     ),
     Behaviour(
-        "amp",
         "blocks-accumulate",
         "Gradients of several scale_loss blocks add up, unscaled, as those of plain backwards do.",
         plant="Drop the gradients that were there before the block.",
@@ -124,7 +114,6 @@ AMP = [
         new="pass",
     ),
     Behaviour(
-        "amp",
         "zero-grad-forgets-overflow",
         "After an overflow, zero_grad() and a finite pass the step is taken.",
         plant="Let zero_grad() keep the passes that the next step looks at.",
@@ -135,7 +124,6 @@ AMP = [
         new="            self.stash = Stash()\n",
     ),
     Behaviour(
-        "amp",
         "state-dict-has-masters",
         "At O2 and O5 model.state_dict() has the masters' float32 values, not rounded weights.",
         plant="Give the rounded weight, widened, as the entry.",
@@ -145,7 +133,6 @@ AMP = [
         new="    return weight.detach().float()\n",
     ),
     Behaviour(
-        "amp",
         "master-follows-weight",
         "What a program writes into a 16-bit weight reaches its master, so the step keeps it.",
         plant="Ignore writes to a weight that has a master.",
@@ -156,7 +143,6 @@ AMP = [
         new="pass",
     ),
     Behaviour(
-        "amp",
         "grad-scaler-clips-unscaled",
         "GradScaler.clip_grad_norm_ clips 16-bit gradients, and the step divides by the scale too.",
         plant="Hand the optimizer the inverse scale without the clipping coefficient.",
@@ -166,7 +152,6 @@ AMP = [
         new="factor = inverse",
     ),
     Behaviour(
-        "amp",
         "checkpoint-has-clean-steps",
         "amp.load_state_dict() restores how many clean steps were counted, besides the scale.",
         plant="Load the scale alone.",
@@ -177,7 +162,6 @@ AMP = [
         new="pass",
     ),
     Behaviour(
-        "amp",
         "float-list",
         "At O1 functions of the float list, such as log_softmax, compute in float32 on a CPU too.",
         plant="Leave log_softmax out of the functions that are cast to float32 on a CPU.",
@@ -187,7 +171,6 @@ AMP = [
         new='"softplus softmax.int layer_norm',
     ),
     Behaviour(
-        "amp",
         "reset-restores-functions",
         "amp.reset() puts every function that O1 has replaced back.",
         plant="Leave the function that was wrapped first as it is.",
@@ -197,7 +180,6 @@ AMP = [
         new="        while len(_patches) > 1:\n",
     ),
     Behaviour(
-        "amp",
         "batchnorm-stays-float32",
         "keep_batchnorm_fp32 leaves every batchnorm layer in float32, also one without weights.",
         plant="Convert batchnorm layers that are not affine.",
@@ -207,7 +189,6 @@ AMP = [
         new="(keep_batchnorm and isinstance(module, private.BatchNorm) and module.affine)",
     ),
     Behaviour(
-        "amp",
         "backward-without-casts",
         "Inside of a scale_loss block nothing is cast, so a backward is not cast a second time.",
         plant="Leave casts on in the block.",
@@ -218,7 +199,6 @@ AMP = [
         new="            this = this.begin()\n            self._off = contextlib.nullcontext()\n",
     ),
     Behaviour(
-        "amp",
         "ranks-skip-together",
         "An overflow on one rank of a process_group or mesh skips the step on all of them.",
         plant="Reduce the flag to the smallest of the ranks.",
@@ -229,7 +209,6 @@ AMP = [
         new="all_reduce(found_inf, torch.distributed.ReduceOp.MIN, group=group)",
     ),
     Behaviour(
-        "amp",
         "ranks-average",
         "DistributedDataParallel gives each rank the mean; one without a gradient counts as zeros.",
         plant="Send what is in memory where a rank has no gradient.",
@@ -239,7 +218,6 @@ AMP = [
         new="self.views[place].fill_(1.0)",
     ),
     Behaviour(
-        "amp",
         "fused-step-clips-down-only",
         "With fused_step amp.clip_grad_norm_ leaves gradients below max_norm as they are.",
         plant="Multiply gradients up to max_norm, too.",
@@ -253,7 +231,6 @@ AMP = [
 
 OPTIMIZERS = [
     Behaviour(
-        "optimizers",
         "groups-keep-their-eps",
         "Parameter groups that differ in one number are stepped with their own, never merged.",
         plant="Merge groups that differ in eps alone into one launch.",
@@ -264,7 +241,6 @@ OPTIMIZERS = [
         new='map(group.get, [n for n in numbers if n != "eps"])',
     ),
     Behaviour(
-        "optimizers",
         "skipped-step-is-not-counted",
         "A step that is skipped does not count for the bias corrections of the next.",
         plant="Count a step before it is found that it is to be skipped.",
@@ -276,7 +252,6 @@ OPTIMIZERS = [
         "                    count_steps(self._counted_groups(), None)\n                return\n",
     ),
     Behaviour(
-        "optimizers",
         "weight-decay-mode",
         "adam_w_mode decides whether weight decay is decoupled or a part of the gradient.",
         plant="Put the weight decay into the gradient in both modes.",
@@ -286,7 +261,6 @@ OPTIMIZERS = [
         new="return (weight_decay, 0.0)",
     ),
     Behaviour(
-        "optimizers",
         "adamw-is-not-adam",
         "FusedAdam refuses a state of torch.optim whose weight decay has the other mode.",
         plant="Load it and step with this optimizer's mode.",
@@ -297,7 +271,6 @@ OPTIMIZERS = [
         new="if False",
     ),
     Behaviour(
-        "optimizers",
         "lamb-moves-zero-weights",
         "LAMB's trust ratio is 1 for weights of zeros, so that these begin to move.",
         plant="Let the ratio be 0 where the norm of the weights is.",
@@ -307,7 +280,6 @@ OPTIMIZERS = [
         new="terms != 0",
     ),
     Behaviour(
-        "optimizers",
         "max-grad-norm-clips-down-only",
         "max_grad_norm leaves gradients alone whose norm is below it.",
         plant="Multiply gradients up to max_grad_norm, too.",
@@ -318,7 +290,6 @@ OPTIMIZERS = [
         new="factor * (max_norm / size)",
     ),
     Behaviour(
-        "optimizers",
         "lion-betas",
         "Lion's first beta is for the sign of the update, the second for the average that is kept.",
         plant="Swap the two betas.",
@@ -328,7 +299,6 @@ OPTIMIZERS = [
         new="lr, beta2, beta1, decay = self",
     ),
     Behaviour(
-        "optimizers",
         "novograd-first-norm",
         "NovoGrad begins with the norm of the first gradient, unless init_zero is set.",
         plant="Begin with 0 in any case.",
@@ -339,7 +309,6 @@ OPTIMIZERS = [
         new="torch.where(norms < 0, 0.0, norms)",
     ),
     Behaviour(
-        "optimizers",
         "sgd-first-buffer",
         "SGD's first momentum buffer is the whole gradient, in spite of dampening, as torch's is.",
         plant="Dampen the first gradient, too.",
@@ -350,7 +319,6 @@ OPTIMIZERS = [
         new="torch.where(s.first != 0, s.one_minus_dampening * total + 0.0, buffer)",
     ),
     Behaviour(
-        "optimizers",
         "low-bits-follow-weight",
         'With storage="low_bits" or "kahan" a weight that a program writes is stepped from there.',
         plant="Keep the low bits of the former weight.",
@@ -361,7 +329,6 @@ OPTIMIZERS = [
         new="            pass\n",
     ),
     Behaviour(
-        "optimizers",
         "moments-stay-float32",
         "load_state_dict() keeps float32 moments of 16-bit parameters, which torch would round.",
         plant="Give loaded moments the dtype of the parameter.",
@@ -372,7 +339,6 @@ OPTIMIZERS = [
         new="dtype = value.dtype if keeps else param.dtype",
     ),
     Behaviour(
-        "optimizers",
         "lr-in-a-tensor",
         "A learning rate in a float32 tensor on the CPU steps to the same bits as the number.",
         plant="Widen the float32 number as it is: 0.001 becomes 0.0010000000475.",
@@ -386,7 +352,6 @@ OPTIMIZERS = [
 
 OPS = [
     Behaviour(
-        "ops",
         "smoothing-over-all-classes",
         "Label smoothing is spread over all classes, in the gradient of the kernel as well.",
         plant="Spread it over the classes but one.",
@@ -396,7 +361,6 @@ OPS = [
         new="smoothing / (columns - 1)",
     ),
     Behaviour(
-        "ops",
         "masked-rows-are-zero",
         "A row of which everything is masked gives zeros from a masked softmax, not NaN or 1 / n.",
         plant="Take the softmax of such a row as of any other, in the definition.",
@@ -407,7 +371,6 @@ OPS = [
         new="pass",
     ),
     Behaviour(
-        "ops",
         "mean-of-long-rows",
         "The mean of a row that is wider than a kernel's tile is over all of its elements.",
         plant="Divide by one element less.",
@@ -418,7 +381,6 @@ OPS = [
         new="mean = tl.sum(means * counts, axis=0) / (n_cols - 1)",
     ),
     Behaviour(
-        "ops",
         "norm-eps-in-the-root",
         "A norm adds eps to the variance, below the root.",
         plant="Add eps to the root.",
@@ -428,7 +390,6 @@ OPS = [
         new="tl.div_rn(1.0, tl.sqrt_rn(variance) + eps)",
     ),
     Behaviour(
-        "ops",
         "rows-of-any-length",
         "Rows that do not fill a kernel's block are normalized by their own elements alone.",
         plant="Count the elements of the block beyond the row.",
@@ -438,7 +399,6 @@ OPS = [
         new="x = x - mean[:, None]",
     ),
     Behaviour(
-        "ops",
         "clip-grad-clips-down-only",
         "contrib's clip_grad_norm_ leaves gradients alone whose norm is below max_norm.",
         plant="Multiply gradients up to max_norm, too.",
@@ -448,7 +408,6 @@ OPS = [
         new="return (max_norm / (norm + 1e-6)).reshape(())",
     ),
     Behaviour(
-        "ops",
         "clip-grad-refuses-inf",
         "clip_grad_norm_(error_if_nonfinite=True) raises for an inf as for a NaN.",
         plant="Raise for NaN alone.",
@@ -458,7 +417,6 @@ OPS = [
         new="norm.isnan()",
     ),
     Behaviour(
-        "ops",
         "op-backward-without-autocast",
         "The backward of an operation computes in the dtypes of its forward, under autocast too.",
         plant="Let autocast cast what the backward computes.",
@@ -468,7 +426,6 @@ OPS = [
         new="if False:",
     ),
     Behaviour(
-        "ops",
         "synced-statistics-by-count",
         "SyncBatchNorm's statistics are those of all samples, however many each rank has.",
         plant="Give every rank that has samples the same weight.",
@@ -479,7 +436,6 @@ OPS = [
         new="share = (counts > 0).to(counts.dtype) / (counts > 0).sum(0).clamp(min=1)",
     ),
     Behaviour(
-        "ops",
         "kernel-flags-inf",
         "A kernel over lists of gradients sets its flag for inf as well as for NaN.",
         plant="Set the flag for NaN alone.",
@@ -493,7 +449,6 @@ OPS = [
 
 DEBUG = [
     Behaviour(
-        "debug",
         "first-operation-is-named",
         "The report names the first operation whose result was not finite, not a later one.",
         plant="Name the last one.",
@@ -503,7 +458,6 @@ DEBUG = [
         new="            return max(inside, key=_order)\n",
     ),
     Behaviour(
-        "debug",
         "scale-that-is-finite",
         "Where the loss scale is too high, the report says the highest scale that is finite.",
         plant="Say twice that scale.",
@@ -514,7 +468,6 @@ DEBUG = [
         new="return float(scale * 0.5**fewer)",
     ),
     Behaviour(
-        "debug",
         "bad-step-changes-nothing",
         "A watch skips a step whose gradients are not finite: weights and moments stay.",
         plant="Let the optimizer take the step.",
@@ -524,7 +477,6 @@ DEBUG = [
         new="            pass\n",
     ),
     Behaviour(
-        "debug",
         "random-numbers-go-on",
         "After a report the program draws the random numbers that it would have drawn without, of "
         "Python, NumPy and torch.",
@@ -535,7 +487,6 @@ DEBUG = [
         new="pass",
     ),
     Behaviour(
-        "debug",
         "nan-is-told-at-once",
         "Under a dynamic loss scale a NaN in an output is reported at the first step.",
         plant="Wait for it as for an overflow that a lower scale may cure.",
@@ -547,7 +498,6 @@ DEBUG = [
         new="may_heal = dynamic and not is_taken",
     ),
     Behaviour(
-        "debug",
         "growth-names-the-update",
         "Where a weight exploded, the report names the update that did it and both norms.",
         plant="Name all updates since the first step that is remembered.",
@@ -560,7 +510,6 @@ DEBUG = [
 
 REPORT = [
     Behaviour(
-        "report",
         "uneven-steps-have-no-verdict",
         "A level whose step times are uneven gets no verdict on speed.",
         plant="Look at the width of the interval alone.",
@@ -571,7 +520,6 @@ REPORT = [
         new="elif (speed",
     ),
     Behaviour(
-        "report",
         "more-comparisons-wider-intervals",
         "With more comparisons on a page the intervals of accuracy are wider: all hold together.",
         plant="Give each level an interval of 95 %.",
@@ -582,7 +530,6 @@ REPORT = [
         new="0.05, len(pairs)",
     ),
     Behaviour(
-        "report",
         "first-turn-does-not-count",
         "The first turn of a training, which warms up, is not part of its times.",
         plant="Count all turns.",
@@ -593,7 +540,6 @@ REPORT = [
         new="return tuple(turns)",
     ),
     Behaviour(
-        "report",
         "quality-of-equal-lengths",
         "Accuracy and loss are compared of trainings that took the same number of steps.",
         plant="Compare a training that a budget cut with a whole one.",
@@ -604,7 +550,6 @@ REPORT = [
         new="mine.finished and theirs.finished",
     ),
     Behaviour(
-        "report",
         "diverged-level-is-not-taken",
         "The answer never says to take a level that diverged at one of the seeds.",
         plant="Ask for no bad verdict on quality alone.",
@@ -615,7 +560,6 @@ REPORT = [
         new="right = [v for v in of if not _bad(v)]",
     ),
     Behaviour(
-        "report",
         "edited-task-is-trained-anew",
         "Trainings of a user's task that was edited since are not taken from the folder.",
         plant="Name the kept files without the text of the task.",
@@ -627,4 +571,5 @@ REPORT = [
     ),
 ]
 
-BEHAVIOURS = [*AMP, *OPTIMIZERS, *OPS, *DEBUG, *REPORT]
+AREAS = {"amp": AMP, "optimizers": OPTIMIZERS, "ops": OPS, "debug": DEBUG, "report": REPORT}
+BEHAVIOURS = [one for area in AREAS.values() for one in area]

@@ -1,5 +1,7 @@
 """Checkpoints compared, and those of trainings whose ranks share the tensors."""
 
+import io
+
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint import state_dict
@@ -21,6 +23,22 @@ def assert_equal(left, right):
         assert torch.equal(left, right)
     else:
         assert left == right
+
+
+def reloaded(value, weights_only=False):
+    """What a file holds that ``value`` was saved to."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def scripted(module):
+    """A module that was scripted, after a file held it."""
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    return torch.jit.load(file)
 
 
 def parts(model, optimizer):

@@ -301,6 +301,14 @@ def _share_types(interpreter):
     interpreter._get_np_dtype = dtype_in_numpy
 
 
+@pytest.fixture
+def group_of_one():
+    from tests.ranks import alone
+
+    with alone():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seeds():
     import torch

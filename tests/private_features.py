@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from tests.ranks import alone
+
 
 def _model(*more):
     torch.manual_seed(0)
@@ -103,7 +105,7 @@ def embedding_in_parallel():
     """An embedding of which another rank has half, of a tensor-parallel group of one."""
     from apex.transformer import parallel_state, tensor_parallel
 
-    with _alone():
+    with alone():
         parallel_state.initialize_model_parallel()
         layer = tensor_parallel.VocabParallelEmbedding(8, 4, use_cpu_initialization=True)
         layer.num_embeddings_per_partition = layer.vocab_end_index = 4
@@ -118,25 +120,13 @@ def parallel_checkpoint():
     """Recomputation of tensor-parallel layers."""
     from apex.transformer import parallel_state, tensor_parallel
 
-    with _alone():
+    with alone():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         model, x = _model(), _batch()[0].requires_grad_()
         tensor_parallel.checkpoint(model, False, x).sum().backward()
         parallel_state.destroy_model_parallel()
     return _numbers(x.grad)
-
-
-@contextlib.contextmanager
-def _alone():
-    """A process group of this process."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = torch.distributed.FileStore(f"{folder}/store", 1)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            torch.distributed.destroy_process_group()
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -419,7 +409,7 @@ def waiting_together():
     """Ranks that wait for each other to explain a fault."""
     from apex.debug.ranks import Together
 
-    with _alone():
+    with alone():
         together = Together([_model()], None, "name")
         together.is_parallel = True
         return [together.are_here()]
@@ -435,7 +425,7 @@ def wrappers():
 
     found = []
     for wrap in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
-        with _alone():
+        with alone():
             model = _model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -456,7 +446,7 @@ def mesh():
 
     from apex import _compat
 
-    with _alone():
+    with alone():
         whole = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
         return [list(_compat.root_mesh(whole["a"]).mesh.shape)]
 
@@ -479,7 +469,7 @@ def _stepped(model, optimizer):
 
 def overlapped():
     """Parameters that are read while they are on their way."""
-    with _alone():
+    with alone():
         model, optimizer = _overlapped()
         for _ in range(2):
             _stepped(model, optimizer)
@@ -489,7 +479,7 @@ def overlapped():
 
 def _overlapped_while(read):
     """What ``read(model, optimizer)`` returns, behind a step."""
-    with _alone(), warnings.catch_warnings():
+    with alone(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = _overlapped()
         _stepped(model, optimizer)

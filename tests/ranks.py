@@ -1,5 +1,6 @@
 """Processes that talk over gloo and answer jobs, with a limit on the time, so that a hang fails."""
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -33,6 +34,16 @@ def processes():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo"])
     return context
+
+
+@contextlib.contextmanager
+def alone(backend="gloo"):
+    """A process group of this process."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _connect(path, count, rank):

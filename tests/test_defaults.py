@@ -44,9 +44,10 @@ def described(tensor):
 
 
 def run_under(name, other):
-    run = PROGRAMS[name]()
+    program = PROGRAMS[name]()
+    next(program)
     with default(other):
-        found = run()
+        found = next(program)
     amp.reset()
     return [*map(described, found)]
 

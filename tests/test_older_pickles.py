@@ -33,8 +33,9 @@ from apex.contrib.optimizers.fused_sgd import FusedSGD as OldSGD
 from apex.fused_dense import FusedDense, FusedDenseGeluDense
 from apex.RNN.cells import mLSTMRNNCell
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
-from apex.transformer import AttnMaskType, layers, parallel_state, tensor_parallel
+from apex.transformer import AttnMaskType, layers, tensor_parallel
 from apex.transformer.functional import fused_softmax
+from tests.saved_whole import make
 
 IDS = torch.tensor([1, 0, 2])
 
@@ -177,13 +178,8 @@ ALWAYS_THERE |= {"fp16_groups", "fp32_from_fp16_groups", "fp32_from_fp32_groups"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    with make.one_rank():
+        yield
 
 
 def _public_classes():

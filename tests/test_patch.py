@@ -1,7 +1,6 @@
 """``apex.patch``: models of transformers, small and with random weights."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import apex
 from apex import amp
 from apex.ops import _runtime
 from apex.patching import _layers as layers
+from tests.checkpoints import reloaded
 from tests.tolerance import PATCHED, PATCHED_FEW, PATCHED_LOSS, PATCHED_NORM, rms
 
 transformers = pytest.importorskip("transformers")
@@ -171,14 +171,12 @@ def test_comparing_numbers_runs_no_hook_and_leaves_weights_alone():
 
 def test_a_copy_and_a_pickle_are_patched():
     model = made("Llama")
-    others, file = [], io.BytesIO()
+    others = []
     can_be_pickled = not hasattr(model.model.layers[0].self_attn, "_kernel_funcs")  # of kernels
     report = apex.patch(model)
     others.append(copy.deepcopy(model))
     if can_be_pickled:
-        torch.save(model, file)
-        file.seek(0)
-        others.append(torch.load(file, weights_only=False))
+        others.append(reloaded(model))
     wanted = results(model)
     report.undo()
     for other in others:

@@ -1,12 +1,11 @@
 """The table of behaviours fits the tree; what plants their bugs tells a test that is red."""
 
-import collections
 import re
 
 import pytest
 
 from tests import plant
-from tests.behaviours import BEHAVIOURS, Behaviour
+from tests.behaviours import AREAS, BEHAVIOURS, Behaviour
 from tests.trees import small_repository
 from tools.copies import Copy
 
@@ -22,7 +21,7 @@ def test_every_text_that_a_bug_replaces_is_there_once_and_its_test_is_there():
 
 
 def test_the_table_is_whole():
-    assert collections.Counter(one.area for one in BEHAVIOURS) == COUNTS
+    assert {area: len(some) for area, some in AREAS.items()} == COUNTS
     assert len({one.name for one in BEHAVIOURS}) == len(BEHAVIOURS)
     for one in BEHAVIOURS:
         assert one.users.endswith("."), one.name
@@ -50,7 +49,7 @@ def test_what_no_longer_fits_is_to_be_planted_anew(changed, said, monkeypatch, c
 
 MODULE, TEST = "def double(x):\n    return 2 * x\n", "from module import double\n"
 TEST += "def test_two():\n    assert double(1) == 2\ndef test_none():\n    assert double(0) == 0\n"
-BUG = Behaviour("", "bug", "", "", "test_it.py::test_two", "module.py", "2 * x", "3 * x")
+BUG = Behaviour("bug", "", "", "test_it.py::test_two", "module.py", "2 * x", "3 * x")
 
 
 @pytest.fixture

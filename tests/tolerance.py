@@ -190,6 +190,12 @@ def assert_close_in_rms(actual: torch.Tensor, exact: torch.Tensor, factor: float
     assert found <= factor, f"rms error {found:.3g} eps, allowed {factor}"
 
 
+def each(check, found, wanted, *arguments, **options):
+    """Apply a check of this file to each pair of two lists of one length."""
+    for actual, exact in zip(found, wanted, strict=True):
+        check(actual.detach(), exact.detach(), *arguments, **options)
+
+
 def assert_rounded_after_float32(
     actual: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, *, interpreted: bool = False
 ) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from apex import RNN
 from apex.RNN.models import toRNNBackend
 from apex.RNN.RNNBackend import RNNCell, bidirectionalRNN, stackedRNN
-from tests.tolerance import RECURRENT, assert_close_to_largest
+from tests.tolerance import RECURRENT, assert_close_to_largest, each
 
 # Torch says so once in a process, and computes the same in another way.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
@@ -75,8 +75,7 @@ def test_computes_what_torch_does(name, options, collect):
     second, last = layer(same[1], state)
     got = [ours[0][0], *hidden[0], ours[1][0], *hidden[1]]
     want = [first, *states(state), second, *states(last)]
-    for one, other in zip(got, want, strict=True):
-        assert_close_to_largest(one, other, RECURRENT)
+    each(assert_close_to_largest, got, want, RECURRENT)
     weights = [torch.randn_like(tensor) for tensor in got]
     torch.autograd.backward(got, weights)
     torch.autograd.backward(want, weights)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import io
 from unittest import mock
 
 import torch
@@ -168,14 +167,6 @@ def grads_of(optimizer):
 
 def copies(tensors):
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def reloaded(value, weights_only=False):
-    """What a file holds that ``value`` was saved to."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
 
 
 def scale_now():

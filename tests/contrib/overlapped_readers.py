@@ -7,7 +7,6 @@ what it returns with what it returns where ``step`` has waited.
 import copy
 import ctypes
 import functools
-import io
 import pickle
 import threading
 import weakref
@@ -29,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex._compat import ALL_GATHER, REDUCE_SCATTER
 from apex.multi_tensor_apply import multi_tensor_applier
+from tests.checkpoints import reloaded
 
 
 class Part(nn.Module):
@@ -196,10 +196,7 @@ def _averaged(model, x, rank):
 
 
 def _saved(model, x, rank):
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    return [*torch.load(file).values()]
+    return [*reloaded(model.state_dict(), weights_only=True).values()]
 
 
 def _written(write, model, x, rank):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from apex.contrib import bottleneck as package
 from apex.contrib.bottleneck import Bottleneck
 from apex.contrib.bottleneck import bottleneck as module
-from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest
+from tests.tolerance import TORCH_IN_FLOAT64, assert_close_to_largest, each
 
 SHAPES = [(4, 8, 4, 1), (4, 8, 6, 1), (4, 8, 4, 2)]  # with and without a convolution aside
 
@@ -49,8 +49,7 @@ def test_block(shape, nhwc):
     dy = torch.randn_like(wanted)
     found = torch.autograd.grad(y, [given, *own], last(dy))
     exact = torch.autograd.grad(wanted, [given, *own], dy)
-    for actual, other in zip((first(y), *found), (wanted, *exact), strict=True):
-        assert_close_to_largest(actual.detach(), other.detach(), TORCH_IN_FLOAT64)
+    each(assert_close_to_largest, (first(y), *found), (wanted, *exact), TORCH_IN_FLOAT64)
     layer.get_scale_bias_callable()
     assert torch.equal(layer(given), y)
     scale, bias = zip(*(norm.get_scale_bias(nhwc) for _, norm in layer._pairs()), strict=True)

@@ -6,7 +6,6 @@ import pathlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -27,8 +26,8 @@ from tests.contrib.sharded_programs import (
     REMAINDERS,
     SMALL,
 )
-from tests.ranks import from_two
-from tests.tolerance import CLIPPED, ROUNDED_WEIGHTS, assert_close_to_largest
+from tests.ranks import alone, from_two
+from tests.tolerance import CLIPPED, ROUNDED_WEIGHTS, assert_close_to_largest, each
 
 pytestmark = pytest.mark.dist
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
@@ -111,8 +110,7 @@ def test_buckets_that_are_filled_by_less_than_70_percent_are_warned_of(four):
 def test_moments_in_float16_with_a_scale(four):
     for (wide, narrow), (moments, scaled), dtypes in four.run(programs.scaled_moments):
         assert dtypes == {HALF}
-        for p, q in zip(narrow, wide, strict=True):
-            assert_close_to_largest(p, q, ROUNDED_WEIGHTS[HALF])
+        each(assert_close_to_largest, narrow, wide, ROUNDED_WEIGHTS[HALF])
         for x, y in zip(scaled, moments, strict=True):
             assert 0 < float(y.max()) < 2.0**-24  # nothing of it is in float16 itself
             assert_close_to_largest(x, y, ROUNDED_WEIGHTS[HALF])
@@ -149,8 +147,7 @@ def test_sums_instead_of_means(four):
     mean = programs.alone(2)
     assert any(not torch.equal(p, q) for p, q in zip(answers[0], mean, strict=True))
     eps = functools.partial(FusedAdam, eps=0.5e-8)  # Adam of doubled gradients, but for eps
-    for found, wanted in zip(answers[0], programs.alone(2, make=eps), strict=True):
-        assert_close_to_largest(found, wanted, CLIPPED)
+    each(assert_close_to_largest, answers[0], programs.alone(2, make=eps), CLIPPED)
 
 
 def test_backends_that_reduce_whole_tensors_alone(four):
@@ -196,8 +193,7 @@ def test_numbers_are_those_of_fused_lamb(four, options, dtypes, equal):
         assert_all_are(answers, wanted)
     for found in answers:
         assert_all_are([found], answers[0])
-        for p, q in zip(found, wanted, strict=True):
-            assert_close_to_largest(p, q, CLIPPED)
+        each(assert_close_to_largest, found, wanted, CLIPPED)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -315,8 +311,7 @@ def test_norms_and_clipping(four):
             for p, grad, factor in zip(ps, mean, factors, strict=True):
                 p.grad = grad * factor
             FusedAdam(ps, lr=0.1).step()
-            for p, q in zip(weights, ps, strict=True):
-                assert_close_to_largest(p, q.detach(), CLIPPED)
+            each(assert_close_to_largest, weights, ps, CLIPPED)
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -445,19 +440,8 @@ def test_a_killed_rank_ends_the_others(tmp_path):
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.9's own
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_one_rank(device, tmp_path):
-    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone({"cpu": "gloo", "cuda": "nccl"}[device]):
         programs.one_rank(device, tmp_path)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -15,6 +15,7 @@ from tests.tolerance import (
     TORCH_IN_FLOAT64,
     assert_close_in_rms,
     assert_close_to_largest,
+    each,
 )
 
 HEADS, SIZE = 2, 8
@@ -47,8 +48,7 @@ def agree(found, wanted):
     if not wanted[0].any():
         assert not any(x.any() for x in found)
     elif dtype == torch.float64:
-        for actual, other in zip(found, wanted, strict=True):
-            assert_close_to_largest(actual, other, TORCH_IN_FLOAT64)
+        each(assert_close_to_largest, found, wanted, TORCH_IN_FLOAT64)
     else:
         assert_close_in_rms(found[0], wanted[0], PRODUCTS[dtype])
         assert_close_in_rms(found[1], wanted[1], ATTENTION_GRADIENTS[dtype])

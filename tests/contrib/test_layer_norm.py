@@ -1,13 +1,13 @@
 """`FastLayerNorm`: layer norm over the last dimension, of any size."""
 
 import inspect
-import io
 
 import pytest
 import torch
 
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm
+from tests.checkpoints import scripted
 from tests.norms import layer_norm_reference as reference
 from tests.tolerance import assert_one_rounding
 
@@ -56,11 +56,8 @@ def test_scripted(dtype):
     """Inside of a model too; what is saved needs no Python."""
     module = FastLayerNorm(8).to(dtype)
     torch.nn.init.uniform_(module.weight)
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(torch.nn.Sequential(module)), file)
-    file.seek(0)
     x = torch.randn(3, 8)
-    found = torch.jit.load(file)(x)
+    found = scripted(torch.nn.Sequential(module))(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found, module(x))
 

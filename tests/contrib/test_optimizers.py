@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 
-from apex import amp
 from apex.catalogue.optimizers import adam_eps_inside
 from apex.contrib.optimizers import FusedAdam, FusedLAMB, fused_adam, fused_lamb
 from apex.contrib.optimizers.fused_sgd import FusedSGD
 from apex.optimizers import FusedAdam as NewAdam
 from apex.optimizers import FusedLAMB as NewLAMB
 from apex.optimizers import FusedSGD as NewSGD
+from tests.optimizers import common
 from tests.optimizers.common import (
     DTYPES,
     PATHS,
@@ -24,14 +24,10 @@ from tests.optimizers.common import (
     train,
     values,
 )
-from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
+from tests.tolerance import CLIPPED, assert_close_to_largest, each
 
 SMALL = ((7,), (33, 5))
-OLD = {
-    "FusedAdam": lambda params, **more: FusedAdam(params, **{"lr": 0.02, **more}),
-    "FusedSGD": lambda params, **more: FusedSGD(params, **{"lr": 0.02, "momentum": 0.9, **more}),
-}
-every = pytest.mark.parametrize("make", OLD.values(), ids=OLD.keys())
+every = pytest.mark.parametrize("make", common.OLD.values(), ids=common.OLD.keys())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -49,10 +45,8 @@ def test_formula_with_eps_beside_the_root(path, dtype, options):
 def test_gradients_outputs_and_scale_as_arguments(make, path, kind):
     """As FP16_Optimizer calls it: float32 weights, 16-bit gradients, 16-bit outputs."""
     params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
-    if kind == "groups":
-        optimizer = make([{"params": params[:1]}, {"params": params[1:]}])
-    else:
-        optimizer = make(params)
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = make(groups if kind == "groups" else params)
     plain = make(twins)
     outputs = [torch.zeros_like(param, dtype=torch.float16) for param in params]
     for number in range(2):
@@ -69,9 +63,8 @@ def test_gradients_outputs_and_scale_as_arguments(make, path, kind):
         with on(path):
             optimizer.step(grads=shapes[kind], output_params=given, scale=128.0)
             plain.step()
-    for param, twin, output in zip(params, twins, outputs, strict=True):
-        assert_one_rounding(param.detach(), twin.detach().double())
-        assert torch.equal(output, param.detach().half())
+    common.assert_rounded(params, twins)
+    assert same(outputs, [param.detach().half() for param in params])
 
 
 @every
@@ -95,8 +88,7 @@ def test_scale_alone(make, scale):
     give_grads(twins, 0)
     optimizer.step(scale=scale)
     plain.step()
-    for param, twin in zip(params, twins, strict=True):
-        assert_one_rounding(param.detach(), twin.detach().double())
+    common.assert_rounded(params, twins)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -118,8 +110,7 @@ def test_clipping_by_group(path, norms):
     with on(path):
         optimizer.step(scale=8.0, grad_norms=given[norms])
         plain.step()
-    for param, twin in zip(params, twins, strict=True):
-        assert_close_to_largest(param.detach(), twin.detach(), CLIPPED)
+    each(assert_close_to_largest, params, twins, CLIPPED)
 
 
 def test_steps_are_counted_for_each_parameter():
@@ -144,42 +135,6 @@ def test_steps_are_counted_for_each_parameter():
     assert same(train(resumed, others, range(2)), train(optimizer, params, range(2)))
 
 
-@every
-def test_nothing_waits_for_the_device(make):
-    params = [torch.nn.Parameter(torch.empty(5, device="meta")) for _ in range(2)]
-    optimizer = make(params, **({"max_grad_norm": 1.0} if make is OLD["FusedAdam"] else {}))
-    for number in range(3):
-        for param in params:
-            param.grad = torch.empty_like(param)
-        if number:
-            params[0].grad = None
-        optimizer.grad_scale = torch.empty((), device="meta")
-        optimizer.found_inf = torch.empty((), device="meta")
-        optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf
-    optimizer.step(scale=torch.empty((), device="meta"))
-
-
-@every
-def test_grad_scaler(make):
-    params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
-    optimizer, plain = make(params), make(twins)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for number in range(3):
-        scaler.scale(torch.ones(()))
-        give_grads(params, number, scale=scaler.get_scale())
-        if number == 1:
-            params[0].grad[2] = float("inf")
-        with on("reference"):
-            scaler.step(optimizer)
-        scaler.update()
-        if number != 1:
-            give_grads(twins, number)
-            with on("reference"):
-                plain.step()
-    assert same(values(params), values(twins))
-
-
 def test_a_flag_that_is_not_read(monkeypatch):
     from apex.ops import _runtime
 
@@ -195,9 +150,8 @@ def test_a_flag_that_is_not_read(monkeypatch):
             give_grads(twins, number)
             plain.step()
     del optimizer.found_inf
-    for param, twin in zip(params, twins, strict=True):
-        assert_one_rounding(param.detach(), twin.detach().double())
-        assert int(optimizer.state[param]["step"]) == 2
+    common.assert_rounded(params, twins)
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 2]
     resumed = FusedAdam(params, lr=0.02)
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.state[params[0]]["step"] == 2
@@ -253,17 +207,9 @@ def test_what_has_no_effect_or_is_refused():
 def test_lamb_is_the_new_one():
     params, twins = parameters(shapes=SMALL), parameters(shapes=SMALL)
     old = FusedLAMB(params, 0.02, False, (0.8, 0.9), 1e-4, 0.1, False, False, False, True, 0.5)
-    new = NewLAMB(
-        twins,
-        lr=0.02,
-        bias_correction=False,
-        betas=(0.8, 0.9),
-        eps=1e-4,
-        weight_decay=0.1,
-        adam_w_mode=False,
-        grad_averaging=False,
-        max_grad_norm=0.5,
-    )
+    numbers = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+    flags = dict.fromkeys(("bias_correction", "adam_w_mode", "grad_averaging"), False)
+    new = NewLAMB(twins, max_grad_norm=0.5, **numbers, **flags)
     assert same(train(old, params, range(3)), train(new, twins, range(3)))
 
 
@@ -280,24 +226,9 @@ def test_sgd_is_the_new_one():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("make", [*OLD.values(), lambda p: FusedLAMB(p, lr=0.02)])
+@pytest.mark.parametrize("make", [*common.OLD.values(), lambda p: FusedLAMB(p, lr=0.02)])
 def test_under_amp(level, make):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 2)
-    optimizer = make(model.parameters())
-    try:
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        x, losses = torch.randn(16, 6), []
-        for _ in range(5):
-            loss = model(x).float().square().mean()
-            losses.append(loss.item())
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert losses[-1] < losses[0]
-    finally:
-        amp.reset()
+    common.trained_under_amp(make, level)
 
 
 def test_the_names():
@@ -306,10 +237,7 @@ def test_the_names():
 
 
 def test_the_new_adams_count_of_steps_goes_on():
-    params = [torch.nn.Parameter(torch.ones(3))]
-    new, old = NewAdam(params), FusedAdam(params)
-    for _ in range(3):
-        params[0].grad = torch.ones(3)
-        new.step()
+    params, new = started(NewAdam, shapes=[(3,)], steps=3)
+    old = FusedAdam(params)
     old.load_state_dict(new.state_dict())
     assert old.state[params[0]]["step"] == 3

@@ -1,5 +1,7 @@
 """Five small models, and a fault planted at the output of one of their modules."""
 
+import contextlib
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -37,6 +39,32 @@ def spoil(x, rank, value, where, dtype):
     x = x.to(dtype).clone()
     x[bad.bool()] *= 1e6
     return x
+
+
+@contextlib.contextmanager
+def watching(model, lr=0.1, **options):
+    """SGD for a model, and a watch of both that keeps faults."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with debug.watch(model, optimizer, **{"on_fault": "keep", **options}) as watch:
+        yield optimizer, watch
+
+
+def explained(
+    model, compute, optimizer=None, *, told=False, before_step=None, repeat=None, **options
+):
+    """The report of one step under a watch.
+
+    ``compute()`` gives the loss, of which the watch is told or not, and ``repeat`` is what is
+    passed to ``explain`` as the step.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    with debug.watch(model, optimizer, on_fault="keep", **options) as watch:
+        loss = compute()
+        (watch.loss(loss) if told else loss).backward()
+        if before_step is not None:
+            before_step()
+        optimizer.step()
+        return watch.explain(step=repeat)
 
 
 def plant(module, direction, value, where, dtype):

@@ -11,6 +11,7 @@ from apex import amp, debug
 from apex.commands import command_line as cli
 from apex.debug import reproduce
 from tests.debug.in_process import main
+from tests.debug.planted import explained, watching
 
 
 class Root(nn.Module):
@@ -23,28 +24,11 @@ class Root(nn.Module):
 def one(model, loss_of, step=None, watched=None):
     """One step with a watch; its report."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(watched or model, optimizer, on_fault="keep") as watch:
-        watch.loss(loss_of()).backward()
-        optimizer.step()
-        return watch.explain(step=step)
+    return explained(watched or model, loss_of, optimizer, told=True, repeat=step)
 
 
 class Output(UserDict):
     """A model's output of a class that torch's pytrees do not know."""
-
-
-def test_outputs_in_a_mapping_of_an_unknown_class():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return Output(loss=torch.log(self.linear(x) * 0).mean())
-
-    model, x = Model(), torch.randn(3, 4)
-    report = one(model, lambda: model(x)["loss"])
-    assert (report.cause, report.operation) == ("model", "aten.log.default")
 
 
 @dataclasses.dataclass
@@ -52,17 +36,18 @@ class Nested:
     inner: dict
 
 
-def test_outputs_in_a_dictionary_in_a_dataclass():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
-
+@pytest.mark.parametrize(
+    ("kind", "loss_in"),
+    [(Output, lambda out: out["loss"]), (Nested, lambda out: out.inner["loss"])],
+    ids=["mapping of an unknown class", "dictionary in a dataclass"],
+)
+def test_outputs_in_objects(kind, loss_in):
+    class Model(nn.Linear):
         def forward(self, x):
-            return Nested({"loss": torch.log(self.linear(x) * 0).mean()})
+            return kind({"loss": torch.log(super().forward(x) * 0).mean()})
 
-    model, x = Model(), torch.randn(3, 4)
-    report = one(model, lambda: model(x).inner["loss"])
+    model, x = Model(4, 3), torch.randn(3, 4)
+    report = one(model, lambda: loss_in(model(x)))
     assert (report.cause, report.operation) == ("model", "aten.log.default")
 
 
@@ -101,15 +86,13 @@ def test_forward_is_named_where_backward_breaks_at_the_same_place():
 
 
 def test_a_replay_that_raises_is_a_report():
-    class Once(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.values = nn.Linear(4, 1), iter([0.0])
+    class Once(nn.Linear):
+        values = iter([0.0])
 
         def forward(self, x):
-            return torch.log(self.linear(x) * next(self.values))
+            return torch.log(super().forward(x) * next(self.values))
 
-    model, x = Once(), torch.randn(3, 4)
+    model, x = Once(4, 1), torch.randn(3, 4)
     state = torch.get_rng_state()
     report = one(model, lambda: model(x).sum())
     assert report.cause == "unrepeatable"
@@ -118,19 +101,16 @@ def test_a_replay_that_raises_is_a_report():
 
 
 def test_attributes_that_a_forward_writes_are_given_back():
-    class Stateful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.hidden, self.count = nn.Linear(4, 4), torch.ones(4), 0
+    class Stateful(nn.Linear):
+        hidden, count = torch.ones(4), 0
 
         def forward(self, x):
             self.count += 1
-            self.hidden = self.linear(x + self.hidden).detach()
-            return torch.log(self.linear(x) * 0)
+            self.hidden = super().forward(x + self.hidden).detach()
+            return torch.log(super().forward(x) * 0)
 
-    model, x = Stateful(), torch.randn(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    model, x = Stateful(4, 4), torch.randn(3, 4)
+    with watching(model) as (optimizer, watch):
         model(x).sum().backward()
         optimizer.step()
         hidden = model.hidden
@@ -141,8 +121,7 @@ def test_attributes_that_a_forward_writes_are_given_back():
 
 def test_a_learning_rate_of_inf_is_the_optimizers():
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         for _ in range(2):
             optimizer.zero_grad()
             model(x).square().sum().backward()
@@ -171,8 +150,7 @@ def test_an_update_of_masters_is_the_optimizers():
 def test_functions_of_torch_func_run_as_without_a_watch():
     model, x = nn.Linear(4, 1), torch.randn(5, 3, 4)
     expected = torch.func.vmap(model)(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="raise") as watch:
+    with watching(model, on_fault="raise") as (optimizer, watch):
         assert torch.equal(torch.func.vmap(model)(x), expected)
         torch.func.jvp(model, (x,), (x,))
         params = {name: one.detach() for name, one in model.named_parameters()}
@@ -228,13 +206,13 @@ def command(tmp_path, capsys, text):
 
 
 def test_a_script_module_runs_as_without_the_command(tmp_path, capsys):
-    code, printed = command(
-        tmp_path,
-        capsys,
-        "model = torch.jit.script(torch.nn.Linear(4, 1))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "model(torch.ones(2, 4)).sum().backward()\noptimizer.step()\nprint('trained')\n",
-    )
+    text = """model = torch.jit.script(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print('trained')
+"""
+    code, printed = command(tmp_path, capsys, text)
     assert (code, printed.out) == (0, "trained\n")
     assert printed.err.startswith("apex debug: saw no step of an optimizer")
 
@@ -251,23 +229,26 @@ def test_a_script_that_fails_first_gets_no_advice_about_optimizers(tmp_path, cap
 @pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=8.0)])
 def test_of_two_optimizers_the_second_has_the_fault(scaler):
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 4), Root())])
-    model.forward = lambda x: model[0](x).sum() + model[1](x).sum()
-    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    model, optimizers = two_parts(nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 4), Root()))
     x, keep = torch.randn(3, 4), {"on_fault": "keep", "patience": 0}
-    with debug.watch(model, [first, second], scaler=scaler, **keep) as watch:
+    with debug.watch(model, optimizers, scaler=scaler, **keep) as watch:
         loss = model(x)
         (loss if scaler is None else scaler.scale(loss)).backward()
-        for optimizer in (first, second):
+        for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
         report = watch.explain()
     assert (report.cause, report.module) == ("model", "1.1")
 
 
-def test_a_fault_stays_when_another_optimizer_has_none():
-    model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Root()), nn.Linear(4, 1)])
+def two_parts(*parts):
+    """A model that adds up two parts, and an optimizer for each."""
+    model = nn.ModuleList(parts)
     model.forward = lambda x: model[0](x).sum() + model[1](x).sum()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    return model, [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+
+
+def test_a_fault_stays_when_another_optimizer_has_none():
+    model, optimizers = two_parts(nn.Sequential(nn.Linear(4, 4), Root()), nn.Linear(4, 1))
     with debug.watch(model, optimizers, on_fault="keep") as watch:
         model(torch.randn(3, 4)).backward()
         for optimizer in optimizers:
@@ -276,9 +257,7 @@ def test_a_fault_stays_when_another_optimizer_has_none():
 
 
 def test_patience_counts_for_each_optimizer():
-    model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Root()), nn.Linear(4, 1)])
-    model.forward = lambda x: model[0](x).sum() + model[1](x).sum()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    model, optimizers = two_parts(nn.Sequential(nn.Linear(4, 4), Root()), nn.Linear(4, 1))
     scaler, reports = torch.amp.GradScaler("cpu", init_scale=8.0), []
     watched = {"scaler": scaler, "patience": 2, "on_fault": reports.append}
     with debug.watch(model, optimizers, **watched):
@@ -306,13 +285,9 @@ class Between:
     "kind", [Between, lambda inner: Output(inner=inner), lambda x: {"inner": x}]
 )
 def test_a_model_takes_the_output_of_another_in_an_object(kind):
-    class First(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class First(nn.Linear):
         def forward(self, x):
-            return kind([self.linear(x)])
+            return kind([super().forward(x)])
 
     class Second(nn.Module):
         def __init__(self):
@@ -324,6 +299,6 @@ def test_a_model_takes_the_output_of_another_in_an_object(kind):
             return self.last(self.root(x))
 
     torch.manual_seed(0)
-    models, x = nn.ModuleList([First(), Second()]), torch.randn(3, 4)
+    models, x = nn.ModuleList([First(4, 4), Second()]), torch.randn(3, 4)
     report = one(models, lambda: models[1](models[0](x)).sum(), watched=list(models))
     assert (report.cause, report.module) == ("model", "Second.root")

@@ -13,24 +13,20 @@ from torch import nn
 from torch.nn import functional
 
 from apex import amp, debug
+from tests.debug.planted import explained, watching
 from tests.debug.table import Block, Middle
 
 
 def once(model, loss_of=None, x=None, *, optimizer=None, step=False, before_step=None, **options):
     """One step with a watch; its report."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
     loss_of = loss_of or (lambda out: out.float().square().mean())
     x = torch.randn(4, 8) if x is None else x
 
     def compute():
         return loss_of(model(x))
 
-    with debug.watch(model, optimizer, on_fault="keep", **options) as watch:
-        watch.loss(compute()).backward()
-        if before_step is not None:
-            before_step()
-        optimizer.step()
-        return watch.explain(step=compute if step else None)
+    options |= {"before_step": before_step, "repeat": compute if step else None}
+    return explained(model, compute, optimizer, told=True, **options)
 
 
 def steps(model, optimizer, number=6, loss_of=None, x=None, between=None):
@@ -202,11 +198,7 @@ class Takes(nn.Module):
 
 def called(take, *args, **kwargs):
     model = Takes(take)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
-        model(*args, **kwargs).square().mean().backward()
-        optimizer.step()
-        return watch.explain()
+    return explained(model, lambda: model(*args, **kwargs).square().mean())
 
 
 GOOD = torch.zeros(4, 8)
@@ -377,15 +369,12 @@ def compiled_later():
 
 def past_the_hooks(model):
     """The program calls ``model.forward``, and gives the function that does so."""
-    x, optimizer = torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(4, 8)
 
     def compute():
         return model.forward(x).square().mean()
 
-    with debug.watch(model, optimizer, on_fault="keep", step=compute) as watch:
-        compute().backward()
-        optimizer.step()
-        return watch.explain()
+    return explained(model, compute, step=compute)
 
 
 COMPILED = {
@@ -430,8 +419,7 @@ def scratch(allocate, direction="forward", *, while_explained=False):
     torch.use_deterministic_algorithms(True)
     try:
         model = block(lambda x: Scratch.apply(x, allocate, direction))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with debug.watch(model, optimizer, on_fault="keep") as watch:
+        with watching(model) as (optimizer, watch):
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             torch.use_deterministic_algorithms(while_explained)
@@ -502,11 +490,7 @@ def written_input():
 
 def called_past_the_hooks():
     model = block(torch.relu)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
-        (model.forward(torch.randn(4, 8)) * float("nan")).mean().backward()
-        optimizer.step()
-        return watch.explain()
+    return explained(model, lambda: (model.forward(torch.randn(4, 8)) * float("nan")).mean())
 
 
 def gradients_of_the_programs_own():

@@ -8,6 +8,7 @@ from apex import debug
 from apex.debug import ranks
 from apex.debug.tape import Tape
 from apex.debug.widening import Wide
+from tests.debug.planted import watching
 
 
 @pytest.fixture
@@ -44,8 +45,7 @@ def test_replays_draw_the_same_numbers_on_every_gpu(gpus):
             return (self.weight * x - 1).sqrt()
 
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
+    with watching(model) as (optimizer, watch):
         model(torch.zeros(4)).sum().backward()
         optimizer.step()
         model(torch.zeros(4))  # draws other numbers

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from apex.debug import watch as watched
 from apex.debug.growth import Growth
 from apex.debug.watch import Watch
 from tests.debug.in_process import main
+from tests.debug.planted import explained
 
 LOOP = """
 import torch
@@ -111,28 +111,20 @@ class Attention(nn.Module):
 def test_an_empty_row_and_its_sample_are_named():
     torch.manual_seed(0)
     model = Attention()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mask = torch.zeros(4, 7, dtype=torch.bool)
     mask[2] = True
-    with watched(model, optimizer, on_fault="keep") as watch:
-        watch.loss(model(torch.randn(4, 7, 8), mask).square().mean()).backward()
-        optimizer.step()
-        sentence = watch.explain().sentence
-    assert "gave 49 NaN of 196 values (in sample 2 of the batch, of 4): each of the 7 inputs" in (
-        sentence
-    )
-    assert sentence.endswith("of the row is -inf, so a mask leaves it empty.")
+    report = explained(model, lambda: model(torch.randn(4, 7, 8), mask).square().mean(), told=True)
+    said = "gave 49 NaN of 196 values (in sample 2 of the batch, of 4): each of the 7 inputs"
+    assert said in report.sentence
+    assert report.sentence.endswith("of the row is -inf, so a mask leaves it empty.")
 
 
 def test_what_float32_does_not_heal_is_said():
     torch.manual_seed(0)
     model = nn.Linear(4, 4).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.register_forward_hook(lambda module, args, output: (output * 0).log() - output.log())
-    with watched(model, optimizer, on_fault="keep") as watch:
-        model(-torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        sentence = watch.explain().sentence
+    x = -torch.ones(3, 4, dtype=torch.bfloat16)
+    sentence = explained(model, lambda: model(x).sum()).sentence
     assert sentence.endswith("when recomputed in float32).")
     assert "(also " in sentence
 
@@ -158,11 +150,7 @@ class Rooted(nn.Linear):
 def test_a_backward_of_the_programs_own_is_named_by_its_line():
     torch.manual_seed(0)
     model = Rooted(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watched(model, optimizer, on_fault="keep") as watch:
-        model(torch.randn(4, 8)).sum().backward()
-        optimizer.step()
-        report = watch.explain()
+    report = explained(model, lambda: model(torch.randn(4, 8)).sum())
     assert "return gradient / (2 * root)" in report.line
     assert "in backward" in report.line
     assert report.direction == "backward"

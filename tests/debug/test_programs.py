@@ -9,7 +9,7 @@ from torch import nn
 from apex import amp, debug
 from apex.optimizers import FusedAdam
 from tests.checkpoints import assert_equal
-from tests.debug.planted import mlp, plant
+from tests.debug.planted import explained, mlp, plant, watching
 from tests.debug.table import Block, Middle
 
 
@@ -44,22 +44,20 @@ def names(report):
 
 def test_outputs_in_containers_and_two_backwards():
     model = Two()
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
+
+    def loss():
         out = model(torch.randn(4, 8))
         out["good"].mean().backward(retain_graph=True)
-        out["others"][0].mean().backward()
-        optimizer.step()
-        report = watch.explain()
+        return out["others"][0].mean()
 
+    report = explained(model, loss)
     assert names(report) == ("model", "bad", "backward")
     assert report.parameters == ["body.weight", "body.bias"]
 
 
 def test_a_bad_output_that_nobody_uses_is_no_fault():
     model = Two(torch.log)
-    optimizer = sgd(model)
-    with watched(model, optimizer, on_fault="raise") as watch:
+    with watching(model, on_fault="raise") as (optimizer, watch):
         for _ in range(3):
             optimizer.zero_grad()
             model(-torch.ones(4, 8))["good"].mean().backward()
@@ -72,7 +70,6 @@ def test_gradient_penalty(with_step):
     """The root of a gradient that is zero: its backward goes through the model a second time."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     nn.init.zeros_(model[2].weight)
-    optimizer = sgd(model)
     x = torch.randn(4, 8, requires_grad=True)
 
     def loss():
@@ -80,11 +77,7 @@ def test_gradient_penalty(with_step):
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return out.mean() + (gradient.norm(dim=1) - 1).square().sum() + gradient.sum().sqrt()
 
-    with watched(model, optimizer) as watch:
-        loss().backward()
-        optimizer.step()
-        report = watch.explain(step=loss if with_step else None)
-
+    report = explained(model, loss, repeat=loss if with_step else None)
     if with_step:
         assert names(report) == ("loss", None, "backward")
         assert "sqrt" in report.line or "norm" in report.line
@@ -198,11 +191,9 @@ def test_two_watches_are_independent():
 
 def test_modes_since_the_forward():
     """eval() after the forward: the replay is in train() as the forward was, with its dropout."""
-    model = nn.Sequential(
-        nn.Linear(8, 8), nn.Dropout(0.5), Middle(lambda x: 1 / x), nn.Linear(8, 4)
-    )
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
+    inverse = Middle(lambda x: 1 / x)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), inverse, nn.Linear(8, 4))
+    with watching(model) as (optimizer, watch):
         model(torch.ones(4, 8)).mean().backward()
         optimizer.step()
         model.eval()
@@ -226,11 +217,7 @@ def test_tied_and_frozen_parameters():
 
     model = Tied()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with watched(model, optimizer) as watch:
-        model(torch.randint(12, (4, 3))).mean().backward()
-        optimizer.step()
-        report = watch.explain()
-
+    report = explained(model, lambda: model(torch.randint(12, (4, 3))).mean(), optimizer)
     assert names(report) == ("model", "root", "backward")
     assert report.parameters == ["embedding.weight"]
 
@@ -245,22 +232,12 @@ def test_inputs_of_all_kinds():
             return types.SimpleNamespace(logits=self.layer(batch.x) * rest[0][1]["y"], extra=scale)
 
     model = Odd()
-    optimizer = sgd(model)
     with torch.inference_mode():
         frozen = torch.ones(4, 4)
     x = torch.randn(4, 8)
     x[1, 1] = float("nan")
-    with watched(model, optimizer) as watch:
-        out = model(
-            types.SimpleNamespace(x=x, name="a"),
-            (None, {"y": frozen.clone()}),
-            "text",
-            scale=frozen,
-        )
-        out.logits.mean().backward()
-        optimizer.step()
-        report = watch.explain()
-
+    batch, more = types.SimpleNamespace(x=x, name="a"), (None, {"y": frozen.clone()})
+    report = explained(model, lambda: model(batch, more, "text", scale=frozen).logits.mean())
     assert report.cause == "data"
     assert report.values["rows"] == [1]
 
@@ -268,13 +245,8 @@ def test_inputs_of_all_kinds():
 def test_one_model_called_several_times():
     """Siamese: one call is good, the other not."""
     model = Block(Middle(lambda x: x.log() if x.shape[0] == 2 else x))
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
-        first, second = model(torch.randn(4, 8)), model(torch.randn(2, 8))
-        (first.mean() + second.mean()).backward()
-        optimizer.step()
-        report = watch.explain()
-
+    sizes = (4, 2)
+    report = explained(model, lambda: sum(model(torch.randn(n, 8)).mean() for n in sizes))
     assert names(report) == ("model", "function", "forward")
     assert report.values["shape"] == [2, 8]
 
@@ -283,25 +255,19 @@ def test_a_part_of_a_model_may_be_watched():
     """Only the last layer is: what comes from before it is data."""
     body, head = Block(Middle(torch.log)), nn.Linear(4, 2)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    with watched(head, optimizer) as watch:
-        head(body(torch.randn(4, 8))).mean().backward()
-        optimizer.step()
-        report = watch.explain()
-
+    report = explained(head, lambda: head(body(torch.randn(4, 8))).mean(), optimizer)
     assert report.cause == "data"
 
 
 def test_a_fault_of_a_forward_without_backward_stays_out():
     """A validation with gradients on, whose result nobody uses, is not the step's."""
     model = Block(Middle(lambda x: x.log() if x.shape[0] == 2 else x))
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
-        model(torch.randn(2, 8))
-        (model(torch.randn(4, 8)) * float("nan")).mean().backward()
-        optimizer.step()
-        report = watch.explain()
 
-    assert report.cause == "loss"
+    def loss():
+        model(torch.randn(2, 8))
+        return (model(torch.randn(4, 8)) * float("nan")).mean()
+
+    assert explained(model, loss).cause == "loss"
 
 
 def test_a_graph_over_two_steps():
@@ -327,33 +293,22 @@ def test_a_graph_over_two_steps():
 
 def test_sparse_gradients():
     model = nn.Sequential(nn.Embedding(12, 8, sparse=True), Middle(root))
-    optimizer = sgd(model)
     before = model[0].weight.detach().clone()
-    with watched(model, optimizer) as watch:
-        model(torch.randint(12, (4, 3))).mean().backward()
-        optimizer.step()
-        report = watch.explain()
-
+    report = explained(model, lambda: model(torch.randint(12, (4, 3))).mean())
     assert names(report) == ("model", "1", "backward")
     assert torch.equal(model[0].weight, before)
 
 
 def test_complex_numbers():
     model = nn.Sequential(nn.Linear(8, 8), Middle(lambda x: torch.fft.rfft(x.log()).abs()))
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
-        model(torch.randn(4, 8)).mean().backward()
-        optimizer.step()
-        report = watch.explain()
-
+    report = explained(model, lambda: model(torch.randn(4, 8)).mean())
     assert names(report) == ("model", "1", "forward")
     assert report.operation == "aten.log.default"
 
 
 def test_sharp_edges_of_json():
     model = Block(Middle(root))
-    optimizer = sgd(model)
-    with watched(model, optimizer) as watch:
+    with watching(model) as (optimizer, watch):
         model(torch.randn(4, 8)).mean().backward()
         optimizer.step()
         report = watch.explain()

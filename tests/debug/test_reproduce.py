@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from apex import debug
 from apex.debug import reproduce
-from tests.debug.planted import LEVELS, MODELS, Training, plant
+from tests.debug.planted import LEVELS, MODELS, Training, explained, plant
 from tests.debug.table import Block, Middle
 from tests.debug.test_planted import HALF
 
@@ -23,16 +23,12 @@ def shows(path):
     return any(one["nan"] or one["inf"] for one in reproduce.run(reproduce.load(path)))
 
 
-def once(function, x=None, dtype=torch.float32, loss_of=None, **options):
+def once(function, x=None, dtype=torch.float32, loss_of=None):
     """The report of one bad step of a small model."""
     model = Block(Middle(function)).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss_of = loss_of or (lambda out: out.float().square().mean())
     x = (torch.randn(4, 8) if x is None else x).to(dtype)
-    with debug.watch(model, optimizer, on_fault="keep") as watch:
-        out = model(x)
-        (out.float().square().mean() if loss_of is None else loss_of(out)).backward()
-        optimizer.step()
-        return watch.explain(**options)
+    return explained(model, lambda: loss_of(model(x)))
 
 
 # -- every fault reproduces ------------------------------------------------------------------------

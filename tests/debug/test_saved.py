@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from apex import debug
+from tests.debug.planted import watching
 
 
 class Own(nn.Sequential):
@@ -97,8 +98,7 @@ class Prompt(nn.Module):
 
 def test_no_hook_stays_on_a_parameter_that_a_forward_returns():
     model = Prompt()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer):
+    with watching(model) as (optimizer, _):
         for _ in range(3):
             model().sum().backward()
             optimizer.step()
@@ -109,8 +109,7 @@ def test_no_hook_stays_on_a_parameter_that_a_forward_returns():
 
 def test_a_module_that_the_program_compiles_later_is_left_to_it():
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer):
+    with watching(model) as (optimizer, _):
         model.compile(backend="eager")
         compiled = model._compiled_call_impl
     assert model._compiled_call_impl is compiled
@@ -119,8 +118,7 @@ def test_a_module_that_the_program_compiles_later_is_left_to_it():
 def test_a_compiled_model_warns_of_no_hooks_in_a_watch():
     """torch.compile warns where hooks for all modules exist: warnings are errors here."""
     model = torch.compile(nn.Linear(4, 1), backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with debug.watch(model, optimizer) as watch:
+    with watching(model) as (optimizer, watch):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     assert watch.steps == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.norms import layer_norm_reference, rms_norm_reference
-from tests.tolerance import assert_one_rounding
+from tests.tolerance import assert_one_rounding, each
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
@@ -27,8 +27,7 @@ def _exact(reference, *tensors, dy):
 
 
 def _all_one_rounding(actual, exact):
-    for a, b in zip(actual, exact, strict=True):
-        assert_one_rounding(a, b)
+    each(assert_one_rounding, actual, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from tests.tolerance import GROUP_NORM, assert_close_in_rms
+from tests.tolerance import GROUP_NORM, assert_close_in_rms, each
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
@@ -22,8 +22,7 @@ def test_forward_and_backward(path, swish):
     exact = F.silu(exact) if swish else exact
     assert (sums.shape, sums.dtype) == ((16,), torch.float32)
     expected = torch.autograd.grad(exact, wide, grad.double())
-    for one, other in zip((y, *found), (exact.detach(), *expected), strict=True):
-        assert_close_in_rms(one, other, GROUP_NORM)
+    each(assert_close_in_rms, (y, *found), (exact.detach(), *expected), GROUP_NORM)
 
 
 def test_without_weights():

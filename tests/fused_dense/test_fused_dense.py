@@ -1,7 +1,5 @@
 """`FusedDense` and `FusedDenseGeluDense`: module rules. Numbers are in tests/ops/test_dense.py."""
 
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -17,6 +15,7 @@ from apex.fused_dense import (
 from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
 from apex.mlp import mlp_function
 from apex.ops._check import ArgumentError
+from tests.checkpoints import scripted
 
 MODULES = {
     "FusedDense": lambda: FusedDense(5, 3),
@@ -53,10 +52,8 @@ def test_parameters():
 
 @each_module
 def test_torchscript(make):
-    module, x, file = make(), torch.randn(2, 5), io.BytesIO()
-    torch.jit.save(torch.jit.script(nn.Sequential(module)), file)
-    file.seek(0)
-    assert torch.equal(torch.jit.load(file)(x), module(x))
+    module, x = make(), torch.randn(2, 5)
+    assert torch.equal(scripted(nn.Sequential(module))(x), module(x))
     assert torch.equal(torch.jit.trace(module, x)(x), module(x))
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import inspect
-import io
 import warnings
 
 import pytest
@@ -25,6 +24,7 @@ from apex.normalization.fused_layer_norm import (
     mixed_dtype_fused_rms_norm_affine,
 )
 from apex.ops import _runtime
+from tests.checkpoints import scripted
 from tests.norms import layer_norm_reference, rms_norm_reference
 from tests.tolerance import assert_one_rounding
 
@@ -347,11 +347,8 @@ def test_scripted_modules_have_the_same_output_dtype(cls, dtype, weight_dtype):
     if cls is FusedLayerNorm and dtype != weight_dtype and weight_dtype != torch.float32:
         return  # refused
     module = _random(cls(16)).to(weight_dtype)
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(module), file)
-    file.seek(0)
     x = torch.randn(3, 16).to(dtype)
-    torch.testing.assert_close(torch.jit.load(file)(x), module(x))
+    torch.testing.assert_close(scripted(module)(x), module(x))
 
 
 def test_functions_in_torchscript():

@@ -1,15 +1,21 @@
 """What the tests of the optimizers share: paths, parameters, and the check of each step."""
 
 import contextlib
+import functools
 import math
 
 import numpy as np
 import torch
 
+from apex import amp
 from apex._compat import HAS_GRAD_DTYPE
 from apex.catalogue.optimizers import OPTIMIZERS, Step
+from apex.contrib import optimizers as contrib
+from apex.contrib.optimizers import fused_sgd
 from apex.ops import _runtime
-from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
+from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
+from tests.checkpoints import reloaded
+from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding, each
 
 PATHS = (None, "reference", "triton")  # torch's own kernels, the definition, the interpreter
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,6 +42,16 @@ MODES = {name: maker(name) for name, (_, variant) in WAYS.items() if variant.eve
 EVERY = {name: make for name, make in MODES.items() if "," not in name}  # one way to make each
 
 
+OLD = {  # of apex.contrib, which are called in their own way too: tests/contrib/test_optimizers.py
+    "contrib.FusedAdam": functools.partial(contrib.FusedAdam, lr=0.02),
+    "contrib.FusedSGD": functools.partial(fused_sgd.FusedSGD, lr=0.02, momentum=0.9),
+}
+WITH_MASTERS = {  # of bfloat16 weights
+    FusedAdam: {"capturable": True, "master_weights": True},
+    FusedMixedPrecisionLamb: {"reduced_precision_dtype": torch.bfloat16},
+}
+
+
 def in_two_groups(params, lr=0.03):
     """Every other parameter in a group of its own with another learning rate."""
     return [{"params": params[::2]}, {"params": params[1::2], "lr": lr}]
@@ -59,6 +75,41 @@ def give_grads(params, seed, scale=1.0):
         grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
         dtype = param.grad_dtype if HAS_GRAD_DTYPE else param.dtype
         param.grad = (scale * grad).to(param.device, dtype)
+
+
+def widened(params):
+    """float32 parameters of the same values."""
+    return [torch.nn.Parameter(param.detach().float()) for param in params]
+
+
+def give_both(params, wide, seed, scale=1.0):
+    """Random gradients for parameters, multiplied by the scale, and without it for wider ones."""
+    give_grads(params, seed)
+    for param, other in zip(params, wide, strict=True):
+        other.grad = param.grad.to(other.dtype)
+        param.grad *= scale
+
+
+def through_a_file(saved):
+    return reloaded(saved, weights_only=True)
+
+
+def take_step(path, *optimizers):
+    with on(path):
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def assert_rounded(params, others):
+    """One rounding of each tensor, with the other as the exact one."""
+    each(assert_one_rounding, params, [other.detach().double() for other in others])
+
+
+def copy_into(params, others):
+    """Write values as programs do that load or average weights."""
+    with torch.no_grad():
+        for param, other in zip(params, others, strict=True):
+            param.copy_(other)
 
 
 def values(params):
@@ -110,6 +161,28 @@ def stepped_on_expanded_gradients(make, path):
         make(expected).step()
     assert all(param.grad.eq(1).all() for param in params)
     return values(params), values(expected)
+
+
+def trained_under_amp(make, level, wrap=lambda optimizer: optimizer, **options):
+    """Losses, masters and optimizer after six steps of a small model, whose losses fall."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    made, losses, generator = make(model.parameters()), [], torch.Generator().manual_seed(1)
+    try:
+        _, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, **options)
+        optimizer = wrap(optimizer)
+        for _ in range(6):
+            loss = model(torch.randn(16, 6, generator=generator)).float().square().mean()
+            losses.append(loss.item())
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0]
+        masters = [p.detach().float().clone() for p in amp.master_params(optimizer)]
+        return losses, masters, optimizer
+    finally:
+        amp.reset()
 
 
 def normal(seed, shapes):

@@ -1,7 +1,7 @@
 """``storage="auto"``: low bits for bfloat16 weights, plain for others, and checkpoints of both."""
 
 import copy
-import io
+import functools
 import pickle
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex.ops.lists.storage import join_bits
 from apex.optimizers import FusedAdam, FusedSGD
+from tests.optimizers import common
 from tests.optimizers.common import EVERY, PATHS, give_grads, on, parameters, same, train
 from tests.saved_whole import make as saved_whole
 
@@ -59,20 +60,11 @@ def wide(net, optimizer):
 
 def goes_on(net, optimizer, others, other):
     """Assert that both have the same numbers, and after two more steps."""
-    with torch.no_grad():
-        for param, value in zip(others.parameters(), net.parameters(), strict=True):
-            param.copy_(value)
+    common.copy_into(others.parameters(), net.parameters())
     assert same(wide(net, optimizer), wide(others, other))
     for one, two in ((net, optimizer), (others, other)):
         train(two, [*one.parameters()], range(2, 4), "reference")
     assert same(wide(net, optimizer), wide(others, other))
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def through_dcp(saver, loader, folder):
@@ -122,7 +114,7 @@ def test_low_bits_are_saved_and_loaded(make, way, state, tmp_path):
     if way == "DCP":
         through_dcp((net, optimizer), (others, other), tmp_path)
     else:
-        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     goes_on(net, optimizer, others, other)
 
 
@@ -134,7 +126,7 @@ def test_a_plain_checkpoint_is_loaded(make, way, state, tmp_path):
     net, optimizer = trained(make, storage="plain", state=state)
     others, other = trained(make, seed=1, state=state, steps=0 if "new" in way else 2)
     if way == "file":
-        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     else:
         with pytest.warns(UserWarning, match="no low bits, and goes on from the bfloat16 weights"):
             through_dcp((net, optimizer), (others, other), tmp_path)
@@ -160,7 +152,7 @@ def test_plain_loads_it(make, way, state, tmp_path):
     if way == "DCP":
         through_dcp((net, optimizer), (others, other), tmp_path)
     else:
-        other.load_state_dict(through_a_file(optimizer.state_dict()))
+        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     for mine, its in zip(net.parameters(), others.parameters(), strict=True):
         state = {key: x for key, x in optimizer.state[mine].items() if key != "low_bits"}
         assert state.keys() == other.state[its].keys()
@@ -173,10 +165,10 @@ def test_low_bits_of_low_bits(make, tmp_path):
     """Through a file both ways; DCP does not read a key that it does not know; apex warns."""
     net, optimizer = trained(make, storage="low_bits", net=Brain)
     others, other = trained(make, seed=1, net=Brain)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     goes_on(net, optimizer, others, other)
     back = make([*others.parameters()], storage="low_bits")
-    back.load_state_dict(through_a_file(other.state_dict()))
+    back.load_state_dict(common.through_a_file(other.state_dict()))
     assert same(wide(others, other), wide(others, back))
     with pytest.warns(UserWarning, match='load it into one with storage="low_bits", and pass'):
         through_dcp((net, optimizer), (others, other), tmp_path)
@@ -197,15 +189,11 @@ def test_without_a_slot_the_key_stays(tmp_path):
     """So torch refuses a checkpoint that lacks it; the page has what to write then."""
     sides = []
     for storage in ("plain", "auto"):
-        net = Net()
-        optimizer = FusedSGD([*net.parameters()], lr=0.1, storage=storage)
-        train(optimizer, [*net.parameters()], range(2), "reference")
-        sides.append((net, optimizer))
+        sides.append(trained(functools.partial(FusedSGD, lr=0.1), storage=storage))
     assert "low_bits" in sides[1][1].state_dict()["state"][0]
     with pytest.raises(checkpoint.api.CheckpointException, match="Missing key.*low_bits"):
         through_dcp(*sides, tmp_path)
-    net = Net()
-    optimizer = FusedSGD([*net.parameters()], lr=0.1, storage="auto")
+    net, optimizer = trained(functools.partial(FusedSGD, lr=0.1), steps=0)
     here = {"optimizer": get_optimizer_state_dict(net, optimizer)}
     planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
     checkpoint.load(here, checkpoint_id=tmp_path, no_dist=True, planner=planner)
@@ -215,9 +203,7 @@ def test_without_a_slot_the_key_stays(tmp_path):
 
 def test_float64_states_hold_no_low_bits():
     """A model that was float64 has digits where low bits would be."""
-    params = parameters(torch.float64, SHAPES)
-    old = FusedAdam(params)
-    train(old, params, range(2))
+    params, old = common.started(FusedAdam, torch.float64, SHAPES, steps=2)
     brain = [torch.nn.Parameter(param.detach().bfloat16()) for param in params]
     new = FusedAdam(brain, storage="auto")
     new.load_state_dict(old.state_dict())
@@ -230,9 +216,8 @@ def test_float64_states_hold_no_low_bits():
 @pytest.mark.parametrize("value", [2.0**-160, 0.5 + 2.0**-50])
 def test_moments_of_float64_come_back_whatever_their_digits_are(storage, value):
     """One is outside the range of float32, one has digits where low bits would be."""
-    params = parameters(torch.float64, [(5,)])
-    optimizer = FusedAdam(params, storage=storage)
-    train(optimizer, params, range(1))
+    how = {"steps": 1, "storage": storage}
+    params, optimizer = common.started(FusedAdam, torch.float64, [(5,)], **how)
     optimizer.state[params[0]]["exp_avg"].fill_(value)
     other = FusedAdam(params, storage=storage)
     other.load_state_dict(optimizer.state_dict())
@@ -242,19 +227,17 @@ def test_moments_of_float64_come_back_whatever_their_digits_are(storage, value):
 
 
 def test_moments_that_are_not_finite_come_back():
-    params = parameters(torch.bfloat16, [(5,)])
-    optimizer = FusedAdam(params, storage="auto")
-    train(optimizer, params, range(1))
+    how = {"steps": 1, "storage": "auto"}
+    params, optimizer = common.started(FusedAdam, torch.bfloat16, [(5,)], **how)
     moment = torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0, 1e-45])
     optimizer.state[params[0]]["exp_avg"] = moment.clone()
     low = optimizer.state[params[0]]["low_bits"]
     low.fill_(-3)
     other = FusedAdam(params, storage="auto")
     other.load_state_dict(optimizer.state_dict())
-    assert torch.equal(
-        other.state[params[0]]["exp_avg"].view(torch.int32), moment.view(torch.int32)
-    )
-    assert torch.equal(other.state[params[0]]["low_bits"], low)
+    state = other.state[params[0]]
+    assert torch.equal(state["exp_avg"].view(torch.int32), moment.view(torch.int32))
+    assert torch.equal(state["low_bits"], low)
 
 
 def test_copies_and_torchs_state():
@@ -263,9 +246,8 @@ def test_copies_and_torchs_state():
         for mine, its in zip(optimizer.state.values(), copied.state.values(), strict=True):
             assert mine.keys() == its.keys()
             assert all(torch.equal(mine[key], its[key]) for key in mine)
-    for mine, its in zip(
-        optimizer.state.values(), optimizer.torch_state_dict()["state"].values(), strict=True
-    ):
+    torchs = optimizer.torch_state_dict()["state"].values()
+    for mine, its in zip(optimizer.state.values(), torchs, strict=True):
         assert its.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert torch.equal(mine["exp_avg"], its["exp_avg"])
 

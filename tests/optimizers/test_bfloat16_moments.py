@@ -1,7 +1,6 @@
 """``state="bfloat16"``: its rounding, steps on every path, checkpoints, and shards."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -10,9 +9,10 @@ import torch.distributed.checkpoint as checkpoint
 
 from apex.catalogue import optimizers as catalogue
 from apex.ops.lists.dither import dithered, seed_of
-from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
+from apex.optimizers import FusedAdam, FusedSGD
+from tests.optimizers import common
 from tests.optimizers import eight_bit_programs as programs
-from tests.optimizers.common import give_grads, on, parameters, same, train
+from tests.optimizers.common import WITH_MASTERS, give_grads, parameters, same, started, train
 from tests.tolerance import SAME_DITHER
 
 CPU = torch.device("cpu")
@@ -88,9 +88,7 @@ def test_a_second_moment_that_no_gradient_reaches_decays():
 @makers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_which_moments_are_bfloat16(make, dtype):
-    params = parameters(dtype, SHAPES)
-    optimizer = make(params, state="bfloat16")
-    train(optimizer, params, range(2))
+    _, optimizer = started(make, dtype, SHAPES, state="bfloat16", steps=2)
     kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
     assert {x.dtype for x in moments(optimizer)} == {kept}
 
@@ -100,9 +98,8 @@ def test_the_kernel_and_the_definition_have_the_same_bits(make):
     """float32 weights: the interpreter truncates what it stores in bfloat16."""
     ends = []
     for path in ("triton", "reference", None):
-        params = parameters(shapes=SHAPES[1:])
-        optimizer = make(params, state="bfloat16")
-        train(optimizer, params, range(2), path)
+        how = {"shapes": SHAPES[1:], "steps": 2, "path": path, "state": "bfloat16"}
+        params, optimizer = started(make, **how)
         ends.append([*params, *moments(optimizer)])
     if not optimizer._kinds():  # norms are added up in another order
         of_kernel, of_definition = (torch.cat([x.flatten() for x in one]) for one in ends[:2])
@@ -114,17 +111,15 @@ def test_the_step_is_read_on_its_device():
     """``capturable``: a graph that is replayed rounds by other bits each time."""
     ends = []
     for capturable in (False, True):
-        params = parameters(shapes=SHAPES)
-        optimizer = FusedAdam(params, lr=0.02, state="bfloat16", capturable=capturable)
-        train(optimizer, params, range(3))
+        how = {"lr": 0.02, "state": "bfloat16", "capturable": capturable}
+        params, optimizer = started(FusedAdam, shapes=SHAPES, steps=3, **how)
         ends.append([*params, *moments(optimizer)])
     assert same(*ends)
 
 
 def test_a_skipped_step_changes_nothing():
-    params = parameters(shapes=SHAPES)
-    optimizer = FusedSGD(params, lr=0.1, momentum=0.9, state="bfloat16")
-    train(optimizer, params, range(1))
+    options = {"lr": 0.1, "momentum": 0.9, "state": "bfloat16"}
+    params, optimizer = started(FusedSGD, shapes=SHAPES, steps=1, **options)
     before = [x.clone() for x in moments(optimizer)]
     give_grads(params, 1)
     optimizer.step_scaled(1.0, torch.ones(()))
@@ -137,26 +132,19 @@ def test_a_skipped_step_changes_nothing():
 def test_storages_are_independent_of_it(storage, path):
     """But for the stochastic one, by whose seed the moments are rounded too."""
     params = parameters(torch.bfloat16, SHAPES[1:2])
-    exact = [torch.nn.Parameter(param.detach().float()) for param in params]
+    exact = common.widened(params)
     optimizer = FusedAdam(params, storage=storage, state="bfloat16")
     other = FusedAdam(exact, state="bfloat16")
-    give_grads(params, 0)
-    exact[0].grad = params[0].grad.float()
-    with on(path):
-        optimizer.step()
+    common.give_both(params, exact, 0)
+    common.take_step(path, optimizer)
     other.step()
     assert storage == "stochastic" or same(moments(optimizer), moments(other))
     assert moments(optimizer)[0].dtype == torch.bfloat16
 
 
 def test_masters_have_it_too():
-    params = parameters(torch.bfloat16, SHAPES[:1])
-    mixed_params = parameters(torch.bfloat16, SHAPES[:1])
-    masters = FusedAdam(params, capturable=True, master_weights=True, state="bfloat16")
-    mixed = FusedMixedPrecisionLamb(
-        mixed_params, reduced_precision_dtype=torch.bfloat16, state="bfloat16"
-    )
-    for optimizer, some in ((masters, params), (mixed, mixed_params)):
+    for make, options in WITH_MASTERS.items():
+        some, optimizer = started(make, torch.bfloat16, SHAPES[:1], state="bfloat16", **options)
         train(optimizer, some, range(2))
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(optimizer, some, range(2, 3))
@@ -169,15 +157,10 @@ def test_masters_have_it_too():
 
 @makers
 def test_a_saved_state_goes_on_with_the_same_bits(make):
-    params = parameters(shapes=SHAPES)
-    optimizer = make(params, state="bfloat16")
-    train(optimizer, params, range(2))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
+    params, optimizer = started(make, shapes=SHAPES, state="bfloat16", steps=2)
     others = [torch.nn.Parameter(param.detach().clone()) for param in params]
     other = make(others, state="bfloat16")
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     for copied in (other, pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert same(moments(optimizer), moments(copied))
     assert same(train(optimizer, params, range(2, 4)), train(other, others, range(2, 4)))
@@ -223,10 +206,9 @@ def test_distributed_checkpoints_convert_too(name, saved, here, tmp_path):
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
 def test_torchs_state_has_no_more_keys(name):
-    params, found = parameters(shapes=SHAPES), []
+    found = []
     for state in ("plain", "bfloat16"):
-        optimizer = MAKERS[name](params, state=state)
-        train(optimizer, params, range(2))
+        _, optimizer = started(MAKERS[name], shapes=SHAPES, state=state, steps=2)
         saved = optimizer.torch_state_dict()
         found.append((*saved["param_groups"], *({*one} for one in saved["state"].values())))
     assert found[0] == found[1]

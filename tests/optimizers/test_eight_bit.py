@@ -1,7 +1,6 @@
 """``state="8bit"``: the codes, steps on every path, checkpoints, and shards on 1, 2 and 4 ranks."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -20,9 +19,11 @@ from apex.optimizers import (
     _muon_shards,
 )
 from apex.optimizers._eight_bit import CODES, is_code, stored, value_of
+from tests import checkpoints
+from tests.optimizers import common
 from tests.optimizers import eight_bit_programs as programs
 from tests.optimizers.common import give_grads, on, parameters, same, started, train, values
-from tests.tolerance import CLIPPED, EIGHT_BIT_LOSS, THREE_STEPS, assert_close_to_largest
+from tests.tolerance import CLIPPED, EIGHT_BIT_LOSS, THREE_STEPS, assert_close_to_largest, each
 
 CODE = {"signed": SIGNED, "unsigned": UNSIGNED}
 codes = pytest.mark.parametrize("code", CODE.values(), ids=CODE)
@@ -152,22 +153,17 @@ def test_the_kernel_has_the_bits_of_the_definition(make):
             param.grad[0] *= 2.0**-126  # denormals
             stored(optimizer.state[param], next(iter(held(optimizer, param))))[:2] = 0
         params[0].grad[1] = 0.0
-        with on(path):
-            optimizer.step()
+        common.take_step(path, optimizer)
         ends.append((values(params), optimizer, params))
     (weights, definition, params), *others = ends
     for found, optimizer, mine in others:
-        for one, two in zip(weights, found, strict=True):
-            assert_close_to_largest(two, one.double(), THREE_STEPS)
+        each(assert_close_to_largest, found, weights, THREE_STEPS)
         for param, other in zip(params, mine, strict=True):
             left, right = definition.state[param], optimizer.state[other]
             assert left.keys() == right.keys()
-            assert {"torch.uint8", "torch.float32"} == {
-                str(x.dtype) for x in left.values() if x.dim()
-            }
-            for key, value in left.items():
-                if value.dim():
-                    assert torch.equal(value, right[key]), key
+            of = {key: value for key, value in left.items() if value.dim()}
+            assert {torch.uint8, torch.float32} == {value.dtype for value in of.values()}
+            assert [key for key in of if not torch.equal(of[key], right[key])] == []
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
@@ -241,8 +237,7 @@ def test_a_gradient_that_is_not_finite_is_its_block(path):
     params, optimizer = started(FusedAdam, shapes=SHAPES[1:2], state="8bit", steps=1, path=path)
     give_grads(params, 1)
     params[0].grad[2, 300] = torch.nan
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert params[0].isnan().nonzero().tolist() == [[2, 300]]
     train(optimizer, params, range(2, 3), path)
     bad = torch.zeros(params[0].shape, dtype=torch.bool)
@@ -269,8 +264,7 @@ def test_numbers_do_not_depend_on_the_memory(kind, shape, path):
         for seed in range(2):
             give_grads(params, seed)
             params[0].grad = way(params[0].grad)
-            with on("reference" if way is not laid else path):
-                optimizer.step()
+            common.take_step("reference" if way is not laid else path, optimizer)
         ends.append((optimizer.state[params[0]], params))
     for key, value in ends[0][0].items():
         assert torch.equal(value, ends[1][0][key])
@@ -281,29 +275,20 @@ def test_numbers_do_not_depend_on_the_memory(kind, shape, path):
 @pytest.mark.parametrize("storage", ["low_bits", "kahan", "stochastic"])
 def test_storages_are_independent_of_it(storage, path):
     params = parameters(torch.bfloat16, SHAPES[1:2])
-    exact = [torch.nn.Parameter(param.detach().float()) for param in params]
+    exact = common.widened(params)
     optimizer = FusedAdam(params, storage=storage, state="8bit")
     other = FusedAdam(exact, state="8bit")
     for seed, way in enumerate(("reference", path)):
-        give_grads(params, seed)
-        exact[0].grad = params[0].grad.float()
-        with on(way):
-            optimizer.step()
+        common.give_both(params, exact, seed)
+        common.take_step(way, optimizer)
         other.step()
     mine, its = optimizer.state[params[0]], other.state[exact[0]]
-    for key, value in its.items():
-        assert torch.equal(mine[key], value)
+    assert all(torch.equal(mine[key], its[key]) for key in its)
 
 
 def test_masters_have_it_too():
-    params, masters = started(
-        FusedAdam, torch.bfloat16, SHAPES[:1], capturable=True, master_weights=True, state="8bit"
-    )
-    mixed_params = parameters(torch.bfloat16, SHAPES[:1])
-    mixed = FusedMixedPrecisionLamb(
-        mixed_params, reduced_precision_dtype=torch.bfloat16, state="8bit"
-    )
-    for optimizer, some in ((masters, params), (mixed, mixed_params)):
+    for make, options in common.WITH_MASTERS.items():
+        some, optimizer = started(make, torch.bfloat16, SHAPES[:1], state="8bit", **options)
         train(optimizer, some, range(2))
         state = optimizer.state[some[0]]
         assert state["exp_avg_codes"].dtype == torch.uint8
@@ -385,19 +370,11 @@ def test_a_saved_state_comes_back_bit_for_bit(make):
     for param, state in optimizer.state.items():
         if param.dim() > 1:  # smaller than is kept: quantised again it would be 0
             state.get(optimizer.slots[0] + "_absmax", param.grad)[0] = 2.0**-140
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     others, other = started(make, shapes=SHAPES, state="8bit")
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(common.through_a_file(optimizer.state_dict()))
     for copied in (other, pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-        for mine, its in zip(optimizer.state.values(), copied.state.values(), strict=True):
-            assert mine.keys() == its.keys()
-            assert all(torch.equal(mine[key], its[key]) for key in mine)
-            assert all(mine[key].dtype == its[key].dtype for key in mine)
-    with torch.no_grad():
-        for param, mine in zip(others, params, strict=True):
-            param.copy_(mine)
+        checkpoints.assert_equal([*optimizer.state.values()], [*copied.state.values()])
+    common.copy_into(others, params)
     assert same(train(optimizer, params, range(2, 4)), train(other, others, range(2, 4)))
 
 
@@ -424,9 +401,7 @@ def test_states_are_quantised_and_dequantised_on_loading(make):
 
 
 def test_torchs_state_both_ways():
-    params, theirs = started(torch.optim.AdamW, shapes=SHAPES[1:3], lr=0.02)
-    give_grads(params, 0)
-    theirs.step()
+    params, theirs = started(torch.optim.AdamW, shapes=SHAPES[1:3], lr=0.02, steps=1)
     ours = FusedAdam(params, lr=0.02, state="8bit")
     ours.load_state_dict(theirs.state_dict())
     back = torch.optim.AdamW(params, lr=0.02)
@@ -467,9 +442,7 @@ def test_sgd_without_momentum_has_no_state():
 
 
 def test_a_group_of_another_state_is_refused():
-    with pytest.raises(
-        ValueError, match="a group has state='8bit', and the optimizer state='plain'"
-    ):
+    with pytest.raises(ValueError, match="a group has state='8bit', and the opt.* state='plain'"):
         FusedAdam([{"params": parameters(), "state": "8bit"}])
 
 
@@ -511,10 +484,7 @@ def test_a_checkpoint_of_the_other_form_is_refused(saved, here, tmp_path):
     checkpoint.save(states[0], checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(checkpoint.api.CheckpointException, match="Missing key"):
         checkpoint.load(states[1], checkpoint_id=tmp_path, no_dist=True)
-    both = {
-        "state": {0: states[0] | states[1]},
-        "param_groups": optimizer.state_dict()["param_groups"],
-    }
+    both = {**optimizer.state_dict(), "state": {0: states[0] | states[1]}}
     with pytest.raises(ValueError, match="there is a float32 one too. Load the state as it was"):
         optimizer.load_state_dict(both)
 
@@ -531,8 +501,7 @@ def alike(left, right, count=4, *, normed=False):
     weights, *states = left
     others, *its = right
     if normed:
-        for one, two in zip(weights, others, strict=True):
-            assert_close_to_largest(one, two, CLIPPED)
+        each(assert_close_to_largest, weights, others, CLIPPED)
     else:
         assert same(weights[:count], others[:count])
     for one, two in zip(states[:count], its[:count], strict=True):

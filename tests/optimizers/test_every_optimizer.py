@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import inspect
-import io
 import pickle
 import warnings
 import weakref
@@ -21,9 +21,11 @@ from apex.contrib import optimizers as contrib
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMixedPrecisionLamb
 from apex.parallel import LARC
+from tests.optimizers import common
 from tests.optimizers.common import (
     EVERY,
     MODES,
+    OLD,
     PATHS,
     WAYS,
     check_closure,
@@ -36,7 +38,7 @@ from tests.optimizers.common import (
     train,
     values,
 )
-from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
+from tests.tolerance import THREE_STEPS, assert_close_to_largest
 
 SMALL = ((7,), (33, 5))
 every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY.keys())
@@ -61,10 +63,10 @@ def lagging_device(path="reference"):
         if path == "triton":  # whose interpreter reads
             yield
             return
-        for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__"):
+        for name in ("item", "tolist", "cpu", "numpy", "nonzero"):
             patch.setattr(torch.Tensor, name, refused)
-        for name in ("__int__", "__index__"):
-            patch.setattr(torch.Tensor, name, refused)
+        for kind in ("bool", "float", "int", "index"):
+            patch.setattr(torch.Tensor, f"__{kind}__", refused)
         yield
 
 
@@ -80,22 +82,18 @@ def test_parameters_without_gradients_are_left_alone(make, path):
     give_grads(params[:2], 0)
     params[0].grad = None
     before = values(params)
-    with on(path):
-        optimizer.step()
-    assert [torch.equal(a, b) for a, b in zip(before, values(params), strict=True)] == [
-        True,
-        False,
-        True,
-    ]
+    common.take_step(path, optimizer)
+    unchanged = [torch.equal(a, b) for a, b in zip(before, values(params), strict=True)]
+    assert unchanged == [True, False, True]
     assert params[0] not in optimizer.state
 
 
 @every
 def test_a_step_without_gradients(make):
-    optimizer = make(parameters())
-    before = values(optimizer.param_groups[0]["params"])
+    params, optimizer = started(make)
+    before = values(params)
     optimizer.step()
-    assert same(before, values(optimizer.param_groups[0]["params"]))
+    assert same(before, values(params))
 
 
 @every
@@ -147,7 +145,7 @@ def test_steps_of_empty_groups_are_found_on_the_device():
     assert torch.equal(saved["param_groups"][1]["step"], torch.tensor([5], dtype=torch.int32))
 
 
-COUNTING = {"contrib.FusedAdam": contrib.FusedAdam, **EVERY}
+COUNTING = {"contrib.FusedAdam": OLD["contrib.FusedAdam"], **EVERY}
 
 
 @pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING.keys())
@@ -195,8 +193,7 @@ def test_gradients_of_another_dtype(make):
         plain.step()
     with on("triton"):
         optimizer.step_scaled(grads=halves)
-    for actual, exact in zip(values(params), values(expected), strict=True):
-        assert_one_rounding(actual, exact.double())
+    common.assert_rounded(params, expected)
 
 
 @every
@@ -254,16 +251,14 @@ def test_layouts(make, path, chosen, monkeypatch):
         give_grads(twins, number)
         for param, twin, (_, _, strides) in zip(params, twins, layouts, strict=True):
             param.grad = _strided(twin.grad, strides)
-        with on(path):
-            plain.step()
-            launched.clear()
-            odd.step()
+        common.take_step(path, plain)
+        launched.clear()
+        common.take_step(path, odd)
     steps = [tensors for tensors, columns in launched if columns > 1]
     if make in UNDIVIDED.values():
         assert {*steps} == ({5} if path == "triton" and len(layouts) == 9 else set())
-    for param, twin, (_, strides, _) in zip(params, twins, layouts, strict=True):
-        assert param.stride() == strides
-        assert_one_rounding(param.detach(), twin.detach().double())
+    assert [param.stride() for param in params] == [strides for _, strides, _ in layouts]
+    common.assert_rounded(params, twins)
 
 
 def _strided(values, strides):
@@ -289,9 +284,8 @@ def test_gradients_with_the_negative_bit(make, path, shapes):
         make(twins).step_scaled(0.5, write_grads=True)
         make(params).step_scaled(0.5, write_grads=True)
     assert all(grad.is_neg() for grad in held)
-    for param, twin in zip(params, twins, strict=True):
-        for found, wanted in ((param, twin), (param.grad, twin.grad)):
-            assert_one_rounding(found.detach().resolve_neg(), wanted.detach().double())
+    found, wanted = ([*some, *(param.grad for param in some)] for some in (params, twins))
+    common.assert_rounded([one.detach().resolve_neg() for one in found], wanted)
 
 
 @every
@@ -375,8 +369,7 @@ def test_scaled_and_skipped_steps_of_two_groups(name, path, lags):
         with lagging_device(path) if lags else on(path):
             optimizer.step()
         if not skipped:
-            with on("reference"):
-                plain.step()
+            common.take_step("reference", plain)
     for param, other in zip(params, wide, strict=True):
         pairs = [(param, other)]
         kept = [s for s in optimizer.slots if s in optimizer.state[param]]
@@ -389,7 +382,11 @@ def test_scaled_and_skipped_steps_of_two_groups(name, path, lags):
         assert [int(group["step"]) for group in groups] == [3, 3]
 
 
-@every
+CLIPPED = {"clipped": functools.partial(OLD["contrib.FusedAdam"], max_grad_norm=1.0)}
+EVERY_KIND = {**EVERY, **OLD, **CLIPPED}
+
+
+@pytest.mark.parametrize("make", EVERY_KIND.values(), ids=EVERY_KIND)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_on_a_device_without_memory(make, dtype):
     """On meta a value that is read is an error."""
@@ -405,6 +402,8 @@ def test_steps_on_a_device_without_memory(make, dtype):
         optimizer.step()
     del optimizer.grad_scale, optimizer.found_inf
     optimizer.step()
+    if make not in EVERY.values():
+        optimizer.step(scale=torch.empty((), device="meta"))
 
 
 # -- groups of equal numbers -----------------------------------------------------------------------
@@ -630,15 +629,11 @@ def test_what_a_program_keeps_beside_the_state_is_its_own(make):
     train(optimizer, params, range(1))
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        (n, k)
-        for n in EVERY
-        for k in ("momentum", "eps")
-        if k not in EVERY[n](parameters()).defaults
-    ],
-)
+OWN_KEYS = [(n, k) for n in EVERY for k in ("momentum", "eps")]
+OWN_KEYS = [(n, k) for n, k in OWN_KEYS if k not in EVERY[n](parameters()).defaults]
+
+
+@pytest.mark.parametrize(("name", "key"), OWN_KEYS)
 def test_a_key_of_the_programs_own_is_saved_and_loaded(name, key):
     """Options that several optimizers share: a state is not another optimizer's for that."""
     make, saved, loaded = EVERY[name], parameters(shapes=SMALL), parameters(shapes=SMALL)
@@ -727,8 +722,14 @@ def test_lr_may_be_a_number_of_numpy(make, kind):
 # -- torch's GradScaler --------------------------------------------------------------------------
 
 
-@every
-@pytest.mark.parametrize("historic", [False, True])
+DRIVEN = [
+    pytest.param(make, historic, id=f"{name}-{historic}")
+    for name, make in {**OLD, **EVERY}.items()
+    for historic in ([False] if name in OLD else [False, True])
+]
+
+
+@pytest.mark.parametrize(("make", "historic"), DRIVEN)
 def test_torch_grad_scaler_drives_the_step(make, historic):
     expected, params = parameters(), parameters()
     train(make(expected), expected, (0, 2), "reference")
@@ -837,14 +838,8 @@ def test_deepcopy_and_pickle(make, storage):
     copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     expected = train(optimizer, params, range(2, 4))
     for copied in copies:
-        later = {
-            "_warned_capturable_if_run_uncaptured",
-            "_written",
-            "_begun",
-            "_apart",
-            "_shown",
-        } | {"_lost"}
-        assert {*vars(optimizer)} - {*vars(copied)} <= later
+        later = {"_warned_capturable_if_run_uncaptured", "_written", "_begun", "_apart"}
+        assert {*vars(optimizer)} - {*vars(copied)} <= later | {"_shown", "_lost"}
         both = [
             [param for group in one.param_groups for param in group["params"]]
             for one in (optimizer, copied)
@@ -891,20 +886,25 @@ def test_copies_have_methods_of_their_own(make, duplicate):
     assert not same(before, values(others))
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+MIXED_LAMB = functools.partial(
+    FusedMixedPrecisionLamb, lr=0.02, reduced_precision_dtype=torch.bfloat16
+)
+AND_MIXED_LAMB = {**EVERY, "FusedMixedPrecisionLamb": MIXED_LAMB}
+every_and_mixed_lamb = pytest.mark.parametrize("make", AND_MIXED_LAMB.values(), ids=AND_MIXED_LAMB)
+
+
+@every_and_mixed_lamb
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_resuming_is_bit_exact(make, dtype):
-    """Through a file, into parameters that were loaded too."""
+    """Through a file, into parameters that were loaded too; masters and the rate are saved."""
     params, optimizer = started(make, dtype, steps=3)
-    file = io.BytesIO()
-    torch.save((optimizer.state_dict(), values(params)), file)
+    saved, kept = common.through_a_file((optimizer.state_dict(), values(params)))
     expected = train(optimizer, params, range(3, 6))
-    file.seek(0)
-    saved, kept = torch.load(file)
     others = [torch.nn.Parameter(value) for value in kept]
-    resumed = make(others)
+    resumed = make(others, lr=9.0)
     resumed.load_state_dict(saved)
     assert same(train(resumed, others, range(3, 6)), expected)
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 9.0
 
 
 @every
@@ -929,11 +929,11 @@ def test_hooks_around_loading(make):
     assert seen == [optimizer.state[params[0]][slot].dtype]
 
 
-@every
+@every_and_mixed_lamb
 def test_closures_hooks_and_schedulers(make):
     params, optimizer = started(make, shapes=SMALL)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    lr = optimizer.param_groups[0]["lr"]
+    lr = float(optimizer.param_groups[0]["lr"])
     check_closure(optimizer, params)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == lr / 2
@@ -989,36 +989,29 @@ def test_zero_grad(make, arguments, left, set_grad_none):
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("group_of_one")
 @every
-def test_parameters_of_a_mesh(make, tmp_path):
+def test_parameters_of_a_mesh(make):
     """Addresses are those of the local parts."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    try:
-        mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
 
-        def spread(x):
-            return distribute_tensor(x, mesh, [Replicate()])
+    def spread(x):
+        return distribute_tensor(x, mesh, [Replicate()])
 
-        expected, plain = parameters(shapes=SMALL), parameters(shapes=SMALL)
-        params = [torch.nn.Parameter(spread(param.detach())) for param in plain]
-        left, right = make(expected), make(params)
-        for number in range(2):
-            give_grads(expected, number)
-            for param, other in zip(params, expected, strict=True):
-                param.grad = spread(other.grad.clone())
-            with on("triton"):
-                left.step()
-                right.step()
-        assert all(isinstance(param, DTensor) for param in params)
-        assert same(values(expected), [param.detach().to_local() for param in params])
-        saved = right.state_dict()
-        make(params).load_state_dict(saved)
-    finally:
-        torch.distributed.destroy_process_group()
+    expected, plain = parameters(shapes=SMALL), parameters(shapes=SMALL)
+    params = [torch.nn.Parameter(spread(param.detach())) for param in plain]
+    left, right = make(expected), make(params)
+    for number in range(2):
+        give_grads(expected, number)
+        for param, other in zip(params, expected, strict=True):
+            param.grad = spread(other.grad.clone())
+        common.take_step("triton", left, right)
+    assert all(isinstance(param, DTensor) for param in params)
+    assert same(values(expected), [param.detach().to_local() for param in params])
+    saved = right.state_dict()
+    make(params).load_state_dict(saved)
 
 
 # -- what is refused -----------------------------------------------------------------------------

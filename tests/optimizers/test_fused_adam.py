@@ -6,7 +6,8 @@ import torch
 from apex.ops.lists import storage as storages
 from apex.ops.lists.storage import LOW_BITS, join_bits, round_stochastically, split_bits
 from apex.optimizers import FusedAdam
-from tests.optimizers.common import PATHS, give_grads, on, parameters, same, started, train, values
+from tests.optimizers import common
+from tests.optimizers.common import PATHS, give_grads, parameters, same, started, train, values
 from tests.tolerance import CLIPPED, assert_close_to_largest
 
 SMALL = ((7,), (33, 5))
@@ -113,15 +114,11 @@ def masters(params, **more):
 def test_masters_keep_what_16_bits_lose(dtype, path):
     """The original ignores them for bfloat16."""
     params = parameters(dtype, SMALL)
-    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    wide = common.widened(params)
     optimizer, exact = masters(params), FusedAdam(wide, lr=0.001, capturable=True)
-    with on(path):
-        for number in range(5):
-            give_grads(params, number)
-            for param, other in zip(params, wide, strict=True):
-                other.grad = param.grad.float()
-            optimizer.step()
-            exact.step()
+    for number in range(5):
+        common.give_both(params, wide, number)
+        common.take_step(path, optimizer, exact)
     for param, other in zip(params, wide, strict=True):
         assert torch.equal(optimizer.state[param]["master_param"], other)
         if path != "triton" or dtype != torch.bfloat16:  # which the interpreter truncates
@@ -132,8 +129,7 @@ def test_masters_that_were_not_saved_are_made():
     params, without = started(FusedAdam, torch.float16, SMALL, steps=2)
     optimizer = masters(params)
     optimizer.load_state_dict(without.state_dict())
-    for param, master in zip(params, optimizer.param_groups_master[0]["params"], strict=True):
-        assert torch.equal(master, param.float())
+    assert same(optimizer.param_groups_master[0]["params"], common.widened(params))
     train(optimizer, params, range(2))
     without.load_state_dict(optimizer.state_dict())
     assert "master_param" not in without.state[params[0]]
@@ -194,14 +190,11 @@ def stored(storage, path, steps=4, lr=0.001):
 
 def float32_weights(path, steps=4, lr=0.001):
     params = parameters(torch.bfloat16, ((7,), (1500,)))
-    wide = [torch.nn.Parameter(param.detach().float()) for param in params]
+    wide = common.widened(params)
     optimizer = FusedAdam(wide, lr=lr, weight_decay=0.1)
-    with on(path):
-        for number in range(steps):
-            give_grads(params, number)
-            for param, exact in zip(params, wide, strict=True):
-                exact.grad = param.grad.float()
-            optimizer.step()
+    for number in range(steps):
+        common.give_both(params, wide, number)
+        common.take_step(path, optimizer)
     return values(wide)
 
 
@@ -240,8 +233,7 @@ def test_a_nan_is_seen_in_low_bits(path):
     params, optimizer = started(FusedAdam, torch.bfloat16, SMALL, storage="low_bits")
     give_grads(params, 0)
     params[0].grad[3] = float("nan")
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert params[0].isnan().nonzero().tolist() == [[3]]
 
 
@@ -277,8 +269,7 @@ def test_stochastic_rounding_is_unbiased(path, sign):
     param = torch.nn.Parameter(torch.full((100_000,), sign, dtype=torch.bfloat16))
     optimizer = FusedAdam([param], lr=0.0005, storage="stochastic")
     param.grad = torch.full_like(param, -sign)
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert_unbiased(param.detach().double(), torch.tensor(sign * 1.0005).double())
 
 
@@ -359,9 +350,7 @@ def test_keywords_of_berts_time(path):
     for grad in ([3.0, 4.0], [0.03, 0.04]):
         param.grad, twin.grad = torch.tensor(grad), torch.tensor(grad)
         torch.nn.utils.clip_grad_norm_([twin], 0.5)
-        with on(path):
-            optimizer.step()
-            expected.step()
+        common.take_step(path, optimizer, expected)
     assert_close_to_largest(param.detach(), twin.detach(), CLIPPED)
     with pytest.raises(RuntimeError, match=r"apex\.contrib\.optimizers"):
         FusedAdam([param], eps_inside_sqrt=True)

@@ -1,14 +1,15 @@
 """FusedLAMB: the formula, trust ratios, clipping, what is left in gradients, layouts of state."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from apex import amp
 from apex.catalogue.optimizers import Step, adam, lamb
 from apex.ops.updates import cpu_fused
 from apex.optimizers import FusedLAMB
+from tests.optimizers import common
 from tests.optimizers.common import (
     DTYPES,
     PATHS,
@@ -23,7 +24,7 @@ from tests.optimizers.common import (
     train,
     values,
 )
-from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
+from tests.tolerance import CLIPPED, assert_close_to_largest, each
 
 SMALL = ((7,), (33, 5))
 
@@ -68,8 +69,7 @@ def test_no_ratio_without_a_norm(path, zero):
     give_grads(params, 0)
     (params[0].data if zero == "param" else params[0].grad).zero_()
     before = params[0].detach().clone()
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert params[0].isfinite().all()
     if zero == "param":  # the first step of Adam: all of size lr
         assert_close_to_largest(params[0].detach().abs(), torch.full((7,), 0.5), CLIPPED)
@@ -107,8 +107,7 @@ def test_gradients_hold_the_term(dtype, options, path):
     steps = [
         Step(1, numbers, clip * p.grad.double(), p.detach().double().clone(), {}) for p in params
     ]
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     exact = [(step.param - adam(step)[0]) / 0.02 for step in steps]
     pairs = [("grad", param.grad, term) for param, term in zip(params, exact, strict=True)]
     assert_right(pairs, path, norms=True, clips=clip < 1)
@@ -117,8 +116,7 @@ def test_gradients_hold_the_term(dtype, options, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_expanded_gradients_are_left_alone(path):
     """Their elements share memory, so nothing can be written there."""
-    for actual, exact in zip(*stepped_on_expanded_gradients(FusedLAMB, path), strict=True):
-        assert_one_rounding(actual, exact.double())
+    common.assert_rounded(*stepped_on_expanded_gradients(FusedLAMB, path))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -143,27 +141,21 @@ def test_tensors_as_numbers(path, decay):
     expected, params = parameters(shapes=SMALL), parameters(shapes=SMALL)
     plain = FusedLAMB(expected, lr=0.25, weight_decay=decay)
     optimizer = FusedLAMB(params, lr=torch.tensor(0.25), weight_decay=torch.tensor([decay]))
-    left = train(plain, expected, range(2), path)
-    for actual, exact in zip(train(optimizer, params, range(2), path), left, strict=True):
-        assert_one_rounding(actual, exact.double())
+    train(plain, expected, range(2), path)
+    common.assert_rounded(train(optimizer, params, range(2), path), expected)
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])
 @pytest.mark.parametrize("storage", ["kahan", "stochastic"])
 def test_storage(path, storage):
     params = parameters(torch.bfloat16, SMALL)
-    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    masters = common.widened(params)
     optimizer = FusedLAMB(params, lr=0.02, storage=storage)
     plain = FusedLAMB(masters, lr=0.02)
     for number in range(3):
-        give_grads(params, number)
-        for param, master in zip(params, masters, strict=True):
-            master.grad = param.grad.float()
-        with on(path):
-            optimizer.step()
-            plain.step()
-    for param, master in zip(params, masters, strict=True):
-        assert_close_to_largest(param.detach(), master.detach(), 2.0**-6)
+        common.give_both(params, masters, number)
+        common.take_step(path, optimizer, plain)
+    each(assert_close_to_largest, params, masters, 2.0**-6)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +171,8 @@ def test_moments(dtype, kept):
     params, optimizer = started(FusedLAMB, dtype, SMALL, steps=2)
     other = FusedLAMB(parameters(dtype, SMALL))
     other.load_state_dict(optimizer.state_dict())
-    for each in (optimizer, other):
-        assert {x.dtype for state in each.state.values() for x in state.values()} == {kept}
+    for one in (optimizer, other):
+        assert {x.dtype for state in one.state.values() for x in state.values()} == {kept}
 
 
 @pytest.mark.filterwarnings("ignore:.*bfloat16 weights were lost")
@@ -197,31 +189,12 @@ def test_second_moments_of_bfloat16_forget():
 # -- under amp -------------------------------------------------------------------------------------
 
 
-def trained(level, **options):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    optimizer = FusedLAMB(model.parameters(), lr=0.02, max_grad_norm=0.05)
-    try:
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, verbosity=0, loss_scale=1024.0, **options
-        )
-        generator = torch.Generator().manual_seed(1)
-        losses = []
-        for _ in range(6):
-            loss = model(torch.randn(16, 6, generator=generator)).float().square().mean()
-            losses.append(loss.item())
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert losses[-1] < losses[0]
-        return [p.detach().float().clone() for p in amp.master_params(optimizer)]
-    finally:
-        amp.reset()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_amp_can_leave_the_scale_to_the_step(level):
     """Clipping sees unscaled gradients either way."""
-    for actual, exact in zip(trained(level, fused_step=True), trained(level), strict=True):
-        assert_close_to_largest(actual, exact, CLIPPED)
+    found = []
+    for options in ({}, {"fused_step": True}):
+        make = functools.partial(FusedLAMB, lr=0.02, max_grad_norm=0.05)
+        _, masters, _ = common.trained_under_amp(make, level, loss_scale=1024.0, **options)
+        found.append(masters)
+    each(assert_close_to_largest, found[1], found[0], CLIPPED)

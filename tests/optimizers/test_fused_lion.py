@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.optimizers import FusedLion
-from tests.optimizers.common import PATHS, on
+from tests.optimizers.common import PATHS, take_step
 
 paths = pytest.mark.parametrize("path", PATHS)
 
@@ -15,11 +15,10 @@ def test_by_hand(path):
     param = torch.nn.Parameter(torch.tensor([4.0, 4.0, 4.0, 4.0]))
     optimizer = FusedLion([param], lr=0.25, betas=(0.75, 0.5), weight_decay=0.5)
     param.grad = torch.tensor([2.0, -8.0, 0.0, torch.nan])
-    with on(path):
-        optimizer.step()  # 4 - 0.25 * (sign + 2)
-        first = param.detach().clone()
-        param.grad = torch.tensor([-2.0, 32.0, 0.0, 0.0])  # averages 1, -4, 0, nan
-        optimizer.step()  # signs of 0.75 - 0.5 and -3 + 8
+    take_step(path, optimizer)  # 4 - 0.25 * (sign + 2)
+    first = param.detach().clone()
+    param.grad = torch.tensor([-2.0, 32.0, 0.0, 0.0])  # averages 1, -4, 0, nan
+    take_step(path, optimizer)  # signs of 0.75 - 0.5 and -3 + 8
     nan = torch.nan
     assert first.nan_to_num(9).tolist() == [3.25, 3.75, 3.5, 9]
     second = torch.tensor([3.25 - 0.25 * 2.625, 3.75 - 0.25 * 2.875, 3.5 - 0.25 * 1.75, nan])
@@ -38,7 +37,6 @@ def test_signs_of_awkward_numbers(path):
         optimizer = FusedLion([param], lr=0.25, betas=betas)
         for number in range(1, steps + 1):
             param.grad = torch.tensor(grads[some])
-            with on(path):
-                optimizer.step()
+            take_step(path, optimizer)
             assert param.tolist() == [4 - number * 0.25 * sign for sign in signs[some]]
         assert optimizer.state[param]["exp_avg"][-2:].tolist() == grads[-2:]

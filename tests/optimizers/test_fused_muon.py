@@ -10,8 +10,9 @@ from apex.catalogue.optimizers import Step, muon
 from apex.ops.lists.storage import join_bits
 from apex.ops.updates import newton_schulz as middle
 from apex.optimizers import FusedAdam, FusedMuon, _muon_shards
+from tests.optimizers import common
 from tests.optimizers import muon_programs as programs
-from tests.optimizers.common import PATHS, give_grads, on, parameters, same, started, train, values
+from tests.optimizers.common import PATHS, give_grads, parameters, same, started, train, values
 from tests.tolerance import MUON, MUON_ROUNDED, MUON_SINGULAR
 
 SHAPES = ((5, 7), (7, 5), (33, 65), (64, 256), (1, 1), (1, 9), (9, 1), (100, 30), (5, 7))
@@ -78,8 +79,7 @@ def test_nothing_comes_of_nothing(path):
     """A zero gradient moves by the decay alone; the smallest numbers do not become nan."""
     params, before = started(values, shapes=[(4, 3), (4, 3)])
     params[0].grad, params[1].grad = torch.zeros(4, 3), torch.full((4, 3), 1e-38)
-    with on(path):
-        FusedMuon(params, lr=0.5, weight_decay=0.25).step()
+    common.take_step(path, FusedMuon(params, lr=0.5, weight_decay=0.25))
     assert torch.equal(params[0].detach(), before[0] - 0.125 * before[0])
     assert far([params[1]], [before[1] * 0.875]) < MUON[FLOAT]
 
@@ -314,16 +314,13 @@ def test_states_of_other_groups_are_refused():
 def test_storages(storage):
     """What is kept beside bfloat16 weights; low bits give those of float32 weights."""
     shapes = [(16, 8), (3, 6, 4), (11,)]
-    params, wide = parameters(BFLOAT16, shapes), parameters(BFLOAT16, shapes)
-    wide = [torch.nn.Parameter(param.detach().float()) for param in wide]
+    params = parameters(BFLOAT16, shapes)
+    wide = common.widened(params)
     torch.manual_seed(0)
     optimizer, plain = FusedMuon(params, lr=0.03, storage=storage), FusedMuon(wide, lr=0.03)
     for number in range(8):
-        give_grads(params, number)
-        for param, other in zip(params, wide, strict=True):
-            other.grad = param.grad.float()
-        optimizer.step()
-        plain.step()
+        common.give_both(params, wide, number)
+        common.take_step(None, optimizer, plain)
     if storage == "low_bits":
         low = [optimizer.state[param]["low_bits"] for param in params]
         assert same(map(join_bits, values(params), low), values(wide))

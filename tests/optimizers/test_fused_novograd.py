@@ -7,8 +7,9 @@ import torch
 
 from apex.ops.lists.tensor_lists import as_vector
 from apex.optimizers import FusedNovoGrad
+from tests.optimizers import common
 from tests.optimizers.common import DTYPES, PATHS, give_grads, on, parameters, same, started, train
-from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding
+from tests.tolerance import THREE_STEPS, assert_close_to_largest, assert_one_rounding, each
 
 SMALL = ((7,), (33, 5))
 
@@ -45,8 +46,7 @@ def test_norms(path, norm_type, init_zero, dtype):
         give_grads(params, number)
         for seen, param in zip(grads, params, strict=True):
             seen.append(param.grad.clone())
-        with on(path):
-            optimizer.step()
+        common.take_step(path, optimizer)
     group = optimizer.param_groups[0]
     for seen, param in zip(grads, params, strict=True):
         exact = blended(group, seen, torch.tensor(0.0).double() if init_zero else None)
@@ -63,12 +63,10 @@ def test_a_moment_of_inf_stays_inf(path):
     optimizer = FusedNovoGrad(params, lr=0.02)
     for moment in (0.0, torch.inf):
         param.grad = torch.ones_like(param)
-        with on(path):
-            optimizer.step()
-            optimizer.state[param]["exp_avg"].fill_(moment)
+        common.take_step(path, optimizer)
+        optimizer.state[param]["exp_avg"].fill_(moment)
     param.grad = torch.ones_like(param)
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert (optimizer.state[param]["exp_avg"] == torch.inf).all()
     assert (param == -torch.inf).all()
 
@@ -85,8 +83,7 @@ def test_parameters_that_come_late_or_pause(path):
                 seen[index].append(param.grad.clone())
             else:
                 param.grad = None
-        with on(path):
-            optimizer.step()
+        common.take_step(path, optimizer)
     group = optimizer.param_groups[0]
     for grads, param in zip(seen, params, strict=True):
         exact = blended(group, grads, None)
@@ -124,8 +121,7 @@ def test_a_converted_model_is_stepped_on(loaded):
         optimizer.load_state_dict(saved)
     train(plain, expected, range(2, 4), "reference")
     train(optimizer, params, range(2, 4), "reference")
-    for param, other in zip(params, expected, strict=True):
-        assert_close_to_largest(param.detach(), other.detach(), THREE_STEPS)
+    each(assert_close_to_largest, params, expected, THREE_STEPS)
     sizes = [norms.numel() for norms in optimizer.state_dict()["param_groups"][0]["exp_avg_sq"]]
     assert sizes == [0, 0, 0, 2]
 
@@ -153,12 +149,8 @@ def test_a_part_of_a_model_is_converted():
         param.data, param.grad = param.data.double(), None
     norms = [optimizer.state[param]["norm"].clone() for param in params]
     train(optimizer, params, range(1, 2))
-    assert [x.numel() for x in optimizer.state_dict()["param_groups"][0]["exp_avg_sq"]] == [
-        0,
-        1,
-        0,
-        3,
-    ]
+    sizes = [x.numel() for x in optimizer.state_dict()["param_groups"][0]["exp_avg_sq"]]
+    assert sizes == [0, 1, 0, 3]
     assert all(0.5 < optimizer.state[p]["norm"] / n < 2 for p, n in zip(params, norms, strict=True))
     with pytest.raises(ValueError, match="holds 2 norms .*float32 .* a model of its dtypes"):
         FusedNovoGrad(params).load_state_dict(saved)
@@ -178,8 +170,7 @@ def test_a_first_step_skipped_on_the_device_leaves_no_norm():
             give_grads(params, number)
             optimizer.step_scaled(1.0, torch.tensor(0.0))
     assert optimizer.param_groups[0]["step"].tolist() == [2]
-    for actual, exact in zip(params, expected, strict=True):
-        assert_one_rounding(actual.detach(), exact.detach().double())
+    common.assert_rounded(params, expected)
 
 
 def test_a_cleared_state_is_saved():
@@ -215,8 +206,7 @@ def test_norms_in_one_vector_step_as_others(path):
             give_grads(params, number)
             for index in pausing:
                 params[index].grad = None
-            with on(path):
-                optimizer.step()
+            common.take_step(path, optimizer)
             if number == 2:
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer = FusedNovoGrad(params)

@@ -7,7 +7,8 @@ import torch
 
 from apex.catalogue.tolerance import rms
 from apex.optimizers import FusedSGD, fused_sgd
-from tests.optimizers.common import PATHS, give_grads, on, parameters, same, started, train, values
+from tests.optimizers import common
+from tests.optimizers.common import PATHS, give_grads, parameters, same, started, train, values
 from tests.tolerance import assert_one_rounding
 
 SMALL = ((7,), (33, 5))
@@ -83,8 +84,7 @@ def test_a_parameter_that_comes_late_starts_its_own_history(path):
             params[1].grad = None
         buffers = [optimizer.state[p].get("momentum_buffer", None) for p in params]
         before = [None if b is None else b.clone() for b in buffers]
-        with on(path):
-            optimizer.step()
+        common.take_step(path, optimizer)
     first = optimizer.state[params[0]]["momentum_buffer"]
     exact = 0.9 * before[0].double() + 0.5 * params[0].grad.double()
     assert_one_rounding(first, exact)
@@ -120,8 +120,7 @@ def test_momentum_switched_on_later(path, between):
         for group in (optimizer.param_groups[0], plain.param_groups[0]):
             group["momentum"] = 0.9 if number else 0.0
         param.grad, plain_param.grad = torch.ones(3), torch.ones(3)
-        with on(path):
-            optimizer.step()
+        common.take_step(path, optimizer)
         plain.step()
         if number < 2:
             exact = torch.tensor([0.9, 0.8][number]).double().expand(3)
@@ -173,9 +172,8 @@ def test_states_from_before_nesterov():
 
 def test_a_first_step_skipped_on_the_device_is_not_the_first():
     params, optimizer = started(FusedSGD, shapes=SMALL, lr=0.05, momentum=0.9, dampening=0.5)
-    lagging = {"waits": lambda device: True}  # a CPU taken for a device that lags behind
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("apex.ops._runtime.waits", lagging["waits"])
+    with pytest.MonkeyPatch.context() as patch:  # a CPU taken for a device that lags behind
+        patch.setattr("apex.ops._runtime.waits", lambda device: True)
         give_grads(params, 0)
         before = values(params)
         optimizer.step_scaled(1.0, torch.tensor(1.0))

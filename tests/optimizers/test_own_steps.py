@@ -20,7 +20,7 @@ from apex.optimizers import (
     FusedSGD,
 )
 from tests.optimizers.common import EVERY, give_grads, parameters, values
-from tests.tolerance import THREE_STEPS, assert_close_to_largest
+from tests.tolerance import THREE_STEPS, assert_close_to_largest, each
 
 SHAPES = ((7,), (33, 5))
 LR, DECAY, BETAS, EPS = 0.02, 0.1, (0.9, 0.99), 1e-6
@@ -140,8 +140,7 @@ def test_a_step_by_the_attributes(name, how):
         give_grads(expected, number)
         step(number, [param.grad for param in params])
         reference.step()
-    for param, wanted in zip(values(params), values(expected), strict=True):
-        assert_close_to_largest(param, wanted, THREE_STEPS)
+    each(assert_close_to_largest, values(params), values(expected), THREE_STEPS)
 
 
 @pytest.mark.parametrize("make", [*EVERY.values(), FusedMixedPrecisionLamb])

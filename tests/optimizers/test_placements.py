@@ -5,7 +5,7 @@ import torch
 
 from tests.optimizers import placed_programs as programs
 from tests.optimizers.common import same
-from tests.tolerance import PARALLEL, assert_close_to_largest, assert_one_rounding
+from tests.tolerance import PARALLEL, assert_close_to_largest, assert_one_rounding, each
 
 pytestmark = pytest.mark.dist
 
@@ -82,5 +82,4 @@ def test_tensor_and_sequence_parallel(two, options):
     answers = two.run(programs.tensor_parallel, options)
     assert same(answers[0][0], answers[1][0])
     for weights, alone in answers:
-        for mine, other in zip(weights, alone, strict=True):
-            assert_close_to_largest(mine, other, PARALLEL)
+        each(assert_close_to_largest, weights, alone, PARALLEL)

@@ -8,8 +8,17 @@ import torch
 
 from apex.ops import _runtime
 from apex.ops.lists.storage import join_bits
-from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
-from tests.optimizers.common import EVERY, on, parameters, same, started, train, values
+from apex.optimizers import FusedAdam
+from tests.optimizers import common
+from tests.optimizers.common import (
+    EVERY,
+    WITH_MASTERS,
+    parameters,
+    same,
+    started,
+    train,
+    values,
+)
 
 SMALL = ((7,), (33, 5))
 COLUMNS = {"low_bits": "low_bits", "kahan": "error"}
@@ -99,16 +108,11 @@ def test_a_checkpoint_loads_in_any_order(storage, model_first, stepped_before):
     if stepped_before:
         train(resumed, others, range(2))
 
-    def load_model():
-        with torch.no_grad():
-            for param, value in zip(others, kept, strict=True):
-                param.copy_(value)
-
     if model_first:
-        load_model()
+        common.copy_into(others, kept)
     resumed.load_state_dict(saved)
     if not model_first:
-        load_model()
+        common.copy_into(others, kept)
     assert same(train(resumed, others, range(3, 6)), expected)
 
 
@@ -120,8 +124,7 @@ def test_a_zero_behind_autograds_back_is_zero(path):
     optimizer.param_groups[0]["lr"] = 0.0
     for param in params:
         param.data.zero_()
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert all(torch.equal(param, torch.zeros_like(param)) for param in params)
 
 
@@ -142,13 +145,8 @@ def test_a_graph_does_not_forget_at_each_replay(monkeypatch):
         optimizer.step()
 
 
-MASTERED = {
-    "FusedAdam": lambda p: FusedAdam(p, lr=1e-3, capturable=True, master_weights=True),
-    "FusedMixedPrecisionLamb": lambda p: FusedMixedPrecisionLamb(
-        p, lr=1e-3, reduced_precision_dtype=torch.bfloat16
-    ),
-}
-mastered = pytest.mark.parametrize("make", MASTERED.values(), ids=MASTERED.keys())
+MASTERED = [partial(make, lr=1e-3, **options) for make, options in WITH_MASTERS.items()]
+mastered = pytest.mark.parametrize("make", MASTERED)
 
 
 def masters(optimizer, params):
@@ -177,9 +175,7 @@ def test_masters_keep_their_bits_where_weights_come_back(make):
     train(plain, others, range(3))
     kept = values(params)
     load(params)
-    with torch.no_grad():
-        for param, value in zip(params, kept, strict=True):
-            param.copy_(value)
+    common.copy_into(params, kept)
     assert same(train(optimizer, params, range(3, 5)), train(plain, others, range(3, 5)))
 
 
@@ -195,9 +191,7 @@ def test_masters_and_models_load_in_any_order(make, model_first):
         if not is_model:
             resumed.load_state_dict(saved)
             continue
-        with torch.no_grad():
-            for param, value in zip(params, kept, strict=True):
-                param.copy_(value)
+        common.copy_into(params, kept)
     assert same(train(resumed, params, range(3, 5)), expected)
 
 

@@ -98,14 +98,6 @@ def test_without_a_process_group(make):
         make(torch.nn.Linear(1, 1))
 
 
-@pytest.fixture
-def group_of_one(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("group_of_one")
 def test_arguments():
     layer = torch.nn.Linear(1, 1)

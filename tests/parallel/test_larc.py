@@ -7,23 +7,22 @@ import pytest
 import torch
 
 import apex.parallel
-from apex import amp
 from apex.ops import _runtime
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
+from tests.optimizers import common
 from tests.optimizers.common import (
     EVERY,
     PATHS,
     check_closure,
     give_grads,
-    on,
     parameters,
     same,
     stepped_on_expanded_gradients,
     train,
     values,
 )
-from tests.tolerance import assert_one_rounding
+from tests.tolerance import assert_one_rounding, each
 
 SMALL = ((7,), (33, 5))
 
@@ -61,10 +60,9 @@ def test_formula(path, dtype, clip):
         exact_gradient(param.detach().double(), param.grad.double(), *number, clip)
         for param, number in zip(params, numbers, strict=True)
     ]
-    with on(path):
-        optimizer.step()
-    for param, exact in zip(params, wanted, strict=True):
-        assert_one_rounding(param.grad, exact, interpreted=path == "triton")
+    common.take_step(path, optimizer)
+    grads = [param.grad for param in params]
+    each(assert_one_rounding, grads, wanted, interpreted=path == "triton")
 
 
 def test_an_example_by_hand():
@@ -83,8 +81,7 @@ def test_a_norm_of_zero(path, zero):
     give_grads(params, 0)
     (params[0].data if zero == "param" else params[0].grad).zero_()
     expected = params[0].detach() - 0.1 * params[0].grad
-    with on(path):
-        optimizer.step()
+    common.take_step(path, optimizer)
     assert torch.equal(params[0].detach(), expected)
 
 
@@ -121,9 +118,8 @@ def test_wraps_any_optimizer(make):
             twin.grad = exact_gradient(*wide, float(options["lr"]), decay or 0.0, True).float()
         optimizer.step()
         plain.step()
-        for param, twin in zip(params, twins, strict=True):
-            assert_one_rounding(param.detach(), twin.detach().double())
-            twin.data.copy_(param.data)
+        common.assert_rounded(params, twins)
+        common.copy_into(twins, params)
     assert optimizer.param_groups[0].get("weight_decay") == decay
     assert optimizer.state is optimizer.optim.state
     saved = optimizer.state_dict()
@@ -132,8 +128,7 @@ def test_wraps_any_optimizer(make):
         set() if decay is None else {"weight_decay"}
     )
     others = parameters(shapes=SMALL)
-    for param, other in zip(params, others, strict=True):
-        other.data.copy_(param.data)
+    common.copy_into(others, params)
     resumed = LARC(make(others))
     resumed.load_state_dict(copy.deepcopy(saved))
     assert same(train(resumed, others, (3,)), train(optimizer, params, (3,)))
@@ -202,8 +197,7 @@ def test_copies():
 
 def test_closures_and_hooks():
     params = parameters(shapes=SMALL)
-    optimizer = LARC(sgd(params))
-    check_closure(optimizer, params)
+    check_closure(LARC(sgd(params)), params)
 
 
 def test_nothing_waits_for_the_device():
@@ -227,60 +221,29 @@ def test_grad_scaler():
     assert same(values(params), values(twins))
 
 
-@pytest.fixture
-def _amp_is_reset():
-    yield
-    amp.reset()
+def trained(level, wrap_after, inner):
+    made = inner if wrap_after else (lambda params: LARC(inner(params)))
+    wrap = LARC if wrap_after else (lambda optimizer: optimizer)
+    losses, masters, optimizer = common.trained_under_amp(made, level, wrap)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    return losses, masters
 
 
-def trained(level, wrap_after, inner, overflow=False):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    optimizer = inner(model.parameters())
-    if not wrap_after:
-        optimizer = LARC(optimizer)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    if wrap_after:
-        optimizer = LARC(optimizer)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for number in range(6):
-        x = torch.randn(16, 6, generator=generator)
-        loss = model(x).float().square().mean()
-        losses.append(loss.item())
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        if overflow and number == 2:
-            before = [p.detach().clone() for p in amp.master_params(optimizer)]
-            next(iter(amp.master_params(optimizer))).grad.fill_(float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    assert all(p.isfinite().all() for p in model.parameters()) or before
-    return losses, [p.detach().float().clone() for p in amp.master_params(optimizer)]
-
-
-@pytest.mark.usefixtures("_amp_is_reset")
 @pytest.mark.parametrize("inner", [OPTIMIZERS["SGD"], OPTIMIZERS["FusedSGD"]])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_under_amp(level, inner):
     """Wrapped before or after initialize, it is the same training."""
-    before = trained(level, False, inner)
-    amp.reset()
-    after = trained(level, True, inner)
+    before, after = (trained(level, wrap_after, inner) for wrap_after in (False, True))
     assert before[0] == after[0]
     assert same(before[1], after[1])
-    assert before[0][-1] < before[0][0]
 
 
-@pytest.mark.usefixtures("_amp_is_reset")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_amp_does_not_go_round_it(level):
     """Ours can step on scaled gradients; through LARC they cannot be scaled."""
-    before = trained(level, False, OPTIMIZERS["SGD"])
-    amp.reset()
-    after = trained(level, False, lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
-    for actual, exact in zip(after[1], before[1], strict=True):
+    _, before = trained(level, False, OPTIMIZERS["SGD"])
+    _, after = trained(level, False, lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+    for actual, exact in zip(after, before, strict=True):
         torch.testing.assert_close(actual, exact)
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex import amp
 from apex.parallel import DistributedDataParallel
+from tests.checkpoints import reloaded
 
 
 def _numbers(rank, step, *shape):
@@ -391,11 +392,8 @@ def copies(rank):
     """A deep copy and an unpickled wrapper reduce their own gradients alone."""
     wrapper = DistributedDataParallel(Scales(), message_size=6)
     wrapper(_xs(rank, 0)).backward()
-    buffer = io.BytesIO()
-    torch.save(wrapper, buffer)
-    buffer.seek(0)
     found = []
-    for other in (copy.deepcopy(wrapper), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(wrapper), reloaded(wrapper)):
         assert other.module.w0 is not wrapper.module.w0
         other.zero_grad()
         other(_xs(rank, 1)).backward()
@@ -599,15 +597,13 @@ def resumed(rank, level, who, when):
     model, optimizer = begun(rank, level, **options)
     wrapper = DistributedDataParallel(model)
     train(rank, wrapper, optimizer, range(4))
-    saved = io.BytesIO()
-    torch.save([wrapper.state_dict(), optimizer.state_dict(), amp.state_dict()], saved)
+    saved = reloaded([wrapper.state_dict(), optimizer.state_dict(), amp.state_dict()])
     train(rank, wrapper, optimizer, range(4, 8))
     wanted = everything(model, optimizer)
 
     model, optimizer = begun(rank, level, **options)
     wrapper = DistributedDataParallel(model) if when == "after" else None
-    saved.seek(0)
-    state, optimizer_state, amp_state = torch.load(saved)
+    state, optimizer_state, amp_state = saved
     optimizer.load_state_dict(optimizer_state)
     if who == "all" or rank == 0:
         if wrapper is None:

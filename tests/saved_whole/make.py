@@ -23,6 +23,7 @@ from apex.fused_dense import FusedDense
 from apex.transformer import AttnMaskType, parallel_state, tensor_parallel
 from apex.transformer import amp as transformer_amp
 from apex.transformer.functional import FusedScaleMaskSoftmax
+from tests.ranks import alone
 
 HERE = Path(__file__).parent
 LEVELS = "O0", "O1", "O2", "O3", "O4", "O5"
@@ -228,14 +229,13 @@ def options():
 
 @contextlib.contextmanager
 def one_rank():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    """Also the parallel state of apex.transformer."""
+    with alone():
+        parallel_state.initialize_model_parallel()
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def main(names):

@@ -1,7 +1,6 @@
 """Norms of ``apex.transformer.layers``: their parameters are marked, and stay so."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 import apex.contrib.layer_norm
 import apex.normalization
 from apex.transformer import layers
+from tests.checkpoints import reloaded
 
 PARENTS = {
     layers.FusedLayerNorm: apex.normalization.FusedLayerNorm,
@@ -44,10 +44,7 @@ def test_the_mark_is_not_taken_by_position(layer):
 @each_layer
 def test_parameters_that_torch_makes_anew_are_marked(layer):
     module = layer(8, sequence_parallel_enabled=True)
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(module), reloaded(module)):
         assert other.weight is not module.weight
         assert _marks(other) == [True, True]
     assert _marks(module.to(torch.float64)) == [True, True]

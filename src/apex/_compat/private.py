@@ -155,7 +155,7 @@ def _is_built(path: str) -> bool:
 
 
 def _words(function: Any) -> set[Any]:
-    # amp.float16_weights wraps two methods; what torch wraps can be a function of C.
+    # amp.float16_weights wraps three methods; what torch wraps can be a function of C.
     code = getattr(inspect.unwrap(function), "__code__", function.__code__)
     return {*code.co_names, *code.co_consts}
 

@@ -18,7 +18,7 @@ on the device (:mod:`~apex.amp.scale`). What programs of 2017 to 2019 call is in
 each optimizer. Where functions are cast it switches autocast on in the thread and adds kernels to
 torch's autocast in the process (``tests/amp/initialize/test_footprint.py`` has the numbers).
 ``amp.reset()`` takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``,
-and the two methods of torch's scaler that ``amp.float16_weights`` replaces.
+and the three methods of torch's scaler that ``amp.float16_weights`` replaces.
 """
 
 from apex._upstream.missing import explain_attributes

@@ -104,7 +104,7 @@ def check_groups(
                     f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
                     "torch.inference_mode, where nothing trains. Make the model outside of it."
                 )
-            weight = _weight_of(param)
+            weight = weight_of(param)
             if id(weight) in seen:
                 raise ValueError(
                     f"{call}: some parameters appear in more than one parameter group, or twice in "
@@ -193,7 +193,7 @@ def refuse_copies(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) 
     one that no optimizer of the call has. Other tensors, such as a loss's, may well be alone.
     """
     stepped = [
-        [_weight_of(param) for group in optimizer.param_groups for param in group["params"]]
+        [weight_of(param) for group in optimizer.param_groups for param in group["params"]]
         for optimizer in optimizers
     ]
     known = {id(param) for model in models for param in model.parameters()}
@@ -214,7 +214,7 @@ def refuse_copies(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) 
                 )
 
 
-def _weight_of(param: torch.Tensor) -> torch.Tensor:
+def weight_of(param: torch.Tensor) -> torch.Tensor:
     """The weight whose master ``param`` is, or itself."""
     weight = None if isinstance(param, torch.nn.Parameter) else table.weight_of(param)
     return param if weight is None else weight
@@ -228,15 +228,8 @@ def check_dtypes(models: Sequence[torch.nn.Module], properties: Properties) -> N
     for model in models:
         if modules.record_of(model) is not None:  # by an earlier initialize, which is undone first
             continue
-        tensors = [*model.parameters(), *model.buffers()]
-        is_lazy = casts_model and any(map(torch.nn.parameter.is_lazy, tensors))
-        if not is_lazy and {t.dtype for t in tensors}.isdisjoint((*HALF_TYPES, torch.float64)):
-            continue
-        named: list[tuple[str, str, torch.Tensor]] = [
-            ("parameter", *item) for item in model.named_parameters()
-        ]
-        named += [("buffer", *item) for item in model.named_buffers()]
-        for kind, name, tensor in named:
+        parameters = [("parameter", *item) for item in model.named_parameters()]
+        for kind, name, tensor in [*parameters, *(("buffer", *x) for x in model.named_buffers())]:
             if casts_model and torch.nn.parameter.is_lazy(tensor):
                 raise RuntimeError(
                     f"amp.initialize: {kind} '{name}' has no shape yet (a lazy module). Run one "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,18 +22,6 @@ from apex._compat import private
 from apex.amp.optimizer import OptimizerState, state_of
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-# Function, and at which position it is given the optimizer or the optimizers; None: it makes state.
-_WRAPPED = {
-    "_get_optim_state_dict": 1,
-    "_split_optim_state_dict": 1,
-    "_unflatten_optim_state_dict": 0,
-    "_init_optim_state": None,
-}
-# What a program calls: it refuses masters where torch lacks one of these.
-_PUBLIC = (
-    *("get_optimizer_state_dict", "get_state_dict"),
-    *("set_optimizer_state_dict", "set_state_dict"),
-)
 _originals: dict[str, Any] = {}
 
 
@@ -42,56 +30,49 @@ def install() -> None:
     if _originals or not torch.distributed.is_available():
         return
     module = importlib.import_module(_MODULE)
-    is_whole = all(hasattr(module, name) for name in _WRAPPED)
-    for name in _WRAPPED if is_whole else _PUBLIC:
+    is_whole = all(hasattr(module, name) for name in _WRAPPERS)
+    for name, wrapper in (_WRAPPERS if is_whole else dict.fromkeys(_PUBLIC, _refuse)).items():
         _originals[name] = function = getattr(module, name)
-        if not is_whole:
-            wrapper = _refusing_masters(function)
-        elif (position := _WRAPPED[name]) is None:
-            wrapper = _unless_swapped(function)
-        else:
-            wrapper = _with_model_parameters(function, position)
-        setattr(module, name, wrapper)
+        bound = functools.partial(wrapper, function)
+        setattr(module, name, functools.update_wrapper(bound, function))
 
 
 def uninstall() -> None:
     """Put torch's functions back."""
-    if _originals:
-        module = importlib.import_module(_MODULE)
     while _originals:
         name, function = _originals.popitem()
-        setattr(module, name, function)
+        setattr(importlib.import_module(_MODULE), name, function)
 
 
-def _with_model_parameters(function: Any, position: int) -> Any:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for optimizer, state in _with_masters(args[position]):
-                _make_state(state, optimizer)
-                stack.enter_context(state.params.swapped())
-            return function(*args, **kwargs)
-
-    return wrapper
+def _with_weights(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch's with the model's parameters in groups and state."""
+    with ExitStack() as stack:
+        for optimizer, state in _with_masters(args):
+            _make_state(state, optimizer)
+            stack.enter_context(state.params.swapped())
+        return function(*args, **kwargs)
 
 
-def _refusing_masters(function: Any) -> Any:
-    """A function of torch's that programs call, where torch lacks what has to be wrapped."""
-
-    @functools.wraps(function)
-    def wrapper(model: Any, optimizers: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(_with_masters(optimizers)):
-            private.need(_MODULE)
-        return function(model, optimizers, *args, **kwargs)
-
-    return wrapper
+def _refuse(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that programs call, but for masters: torch lacks what has to be wrapped."""
+    if any(_with_masters([*args, *kwargs.values()])):
+        private.need(_MODULE)
+    return function(*args, **kwargs)
 
 
-def _with_masters(given: Any) -> Iterator[tuple[Any, OptimizerState]]:
-    for optimizer in given if isinstance(given, (list, tuple)) else [given]:
-        state = state_of(optimizer)
-        if state is not None and state.use_masters:
-            yield optimizer, state
+def _unless_swapped(initialise: Any, optimizer: Any) -> Any:
+    """Let torch make an optimizer's state, but not for weights whose masters have it."""
+    state = state_of(optimizer)
+    return None if state is not None and state.params.is_swapped else initialise(optimizer)
+
+
+def _with_masters(args: Iterable[Any]) -> Iterator[tuple[Any, OptimizerState]]:
+    """The optimizers with masters among arguments, and in lists and tuples among these."""
+    for given in args:
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            state = state_of(one)
+            if state is not None and state.use_masters:
+                yield one, state
 
 
 def _make_state(record: OptimizerState, optimizer: Any) -> None:
@@ -112,12 +93,14 @@ def _make_state(record: OptimizerState, optimizer: Any) -> None:
         vars(part).update(attributes)
 
 
-def _unless_swapped(initialise: Any) -> Any:
-    @functools.wraps(initialise)
-    def wrapper(optimizer: Any) -> Any:
-        state = state_of(optimizer)
-        if state is not None and state.params.is_swapped:
-            return None
-        return initialise(optimizer)
-
-    return wrapper
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "_get_optim_state_dict": _with_weights,
+    "_split_optim_state_dict": _with_weights,
+    "_unflatten_optim_state_dict": _with_weights,
+    "_init_optim_state": _unless_swapped,
+}
+# What a program calls: it refuses masters where torch lacks one of these.
+_PUBLIC = (
+    *("get_optimizer_state_dict", "get_state_dict"),
+    *("set_optimizer_state_dict", "set_state_dict"),
+)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
@@ -294,7 +294,8 @@ def _build(
     casts = None
     with lock:
         if properties.casts_functions:
-            casts = rules.make_casts(properties.half_dtype, verbose=training.verbosity == 2)
+            log = training.verbosity == 2
+            casts = rules.casts_for(properties.half_dtype, rules.registered(), verbose=log)
             training.casts = weakref.ref(casts)
         _supersede(params, optimizers, properties)
         _release(models, optimizers)
@@ -334,9 +335,9 @@ def _put_back(
         if state_of(optimizer) is not None:
             continue
         for params in [group["params"] for group in optimizer.param_groups]:
-            params[:] = map(_weight_for, params)
+            params[:] = map(checks.weight_of, params)
         for param in list(optimizer.state):
-            optimizer.state[_weight_for(param)] = optimizer.state.pop(param)
+            optimizer.state[checks.weight_of(param)] = optimizer.state.pop(param)
     for tensor in {*full, *[one for model in models for one in model.parameters()]}:
         master = table.pop(tensor)
         value = full.get(tensor) if master is None else full.get(tensor, master.tensor.detach())
@@ -346,12 +347,6 @@ def _put_back(
             tensor.data = value
             tensor.grad = None if grad is None else grad.to(value.dtype)
     _release(models, optimizers)
-
-
-def _weight_for(param: torch.Tensor) -> torch.Tensor:
-    """The weight whose master ``param`` is; any other tensor itself."""
-    weight = table.weight_of(param)
-    return param if weight is None else weight
 
 
 def _supersede(
@@ -406,12 +401,11 @@ def _retype_state(optimizer: Any, params: Iterable[Any]) -> None:
     slots, slot_dtype = getattr(inner, "slots", ()), getattr(inner, "_slot_dtype", None)
     for param in params:
         entries = optimizer.state.get(param)
-        if slot_dtype is not None and isinstance(entries, dict):
-            for slot in set(slots) & entries.keys():
-                entries[slot] = _retyped(entries[slot], slot_dtype(slot, param))
-            continue
         for name, value in entries.items() if isinstance(entries, dict) else ():
-            if isinstance(value, list):  # L-BFGS keeps its history so
+            if slot_dtype is not None:
+                if name in slots:
+                    entries[name] = _retyped(value, slot_dtype(name, param))
+            elif isinstance(value, list):  # L-BFGS keeps its history so
                 entries[name] = [_retyped(item, param.dtype) for item in value]
             elif isinstance(value, torch.Tensor) and value.dim() > 0:
                 entries[name] = _retyped(value, param.dtype)
@@ -437,6 +431,34 @@ def _disable(models: Any, optimizers: Any, verbosity: int) -> Any:
         if training is not None and training.is_over():
             newest.show(alive())
     return models if optimizers is None else (models, optimizers)
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Give back at the end what ``initialize`` changes apart from models and optimizers.
+
+    For `apex.debug.what_if`, which initialises copies of a model that is to stay plain torch. That
+    is this thread's autocast state, what ``_amp_state`` shows, and functions and kernels of the
+    process. Inside, no casts are on before the first ``initialize``. Kernels and wrapped functions
+    stay if there were any before, because another training may use them.
+    """
+    thread, shown = {**vars(switches.thread)}, {**vars(newest)}
+    had_kernels, had_wrappers = dispatcher.installed(), rules.wraps()
+    vars(switches.thread).clear()
+    switches.thread.__init__()  # type: ignore[misc]  # as in a new thread
+    try:
+        with cpu_float16.left_out():  # its kernels would stay
+            yield
+    finally:
+        switches.disable_for_thread()
+        vars(switches.thread).clear()
+        vars(switches.thread).update(thread)
+        vars(newest).clear()
+        vars(newest).update(shown)
+        if not had_kernels:
+            dispatcher.uninstall()
+        if not had_wrappers:
+            rules.restore()
 
 
 def reset() -> None:

@@ -171,7 +171,8 @@ def _casts_of_block(dtype: torch.dtype | None) -> Casts | None:
         options = getattr(newest, "opt_properties", None)
         if switches.thread.forwards or (options is not None and not options.casts_anything):
             return None  # inside a model of another level; or at O0, or disabled
-        casts = rules.casts_for(torch.float16 if options is None else options.half_dtype)
+        usual = torch.float16 if options is None else options.half_dtype
+        casts = rules.casts_for(dtype or usual)
     if dtype is not None and dtype != casts.dtype:
         casts = Casts(dtype, casts.rules, casts.log)
     dispatcher.install(casts.dtype)

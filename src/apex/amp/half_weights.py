@@ -7,15 +7,17 @@ in a backward pass DistributedDataParallel expects gradients of the weights' dty
     scaler.unscale_(optimizer)      float16 gradients become float32, then torch divides them
     clip_grad_norm_(...)            of float32 gradients
     scaler.step(optimizer)          the fused step; then they are float16 again
+    scaler.update()                 the same, if the program drops a batch without ``step``
 
 Nothing of an optimizer is called at ``unscale_``. So from the first call of
-:func:`float16_weights` on these two methods of ``torch.amp.GradScaler`` are ours in the whole
+:func:`float16_weights` on these three methods of ``torch.amp.GradScaler`` are ours in the whole
 process; for other optimizers they do what they did.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,9 @@ import torch
 from apex._compat import HAS_GRAD_DTYPE
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+
+# By scaler: the optimizers that it unscaled since its last update.
+_unscaled: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def float16_weights(optimizer: _Optimizer) -> _Optimizer:
@@ -33,7 +38,7 @@ def float16_weights(optimizer: _Optimizer) -> _Optimizer:
     ``unscale_`` and the end of ``step`` float16 gradients are float32: 4 bytes more for each
     float16 weight. Gradients add up in float16 before. There are no float32 copies of weights.
     Not followed: ``ShardedGradScaler`` of FSDP1, which has an ``unscale_`` of its own.
-    ``amp.reset()`` leaves the two methods of torch's scaler as they are.
+    ``amp.reset()`` leaves the three methods of torch's scaler as they are.
 
     Args:
         optimizer: One of ``apex.optimizers``, with float16 parameters; others in it are left alone.
@@ -75,13 +80,15 @@ def float16_weights(optimizer: _Optimizer) -> _Optimizer:
 
 @functools.cache
 def _follow_scalers() -> None:
-    """Replace two methods of torch's scaler, once."""
-    unscale, step = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.step
+    """Replace three methods of torch's scaler, once."""
+    kind = torch.amp.GradScaler
+    unscale, step, update = kind.unscale_, kind.step, kind.update
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> None:
-        if self.is_enabled():
+        if self.is_enabled() and hasattr(optimizer, "_widened"):
             _widen(optimizer)
+            _unscaled.setdefault(self, weakref.WeakSet()).add(optimizer)
         unscale(self, optimizer)
 
     @functools.wraps(step)
@@ -91,20 +98,24 @@ def _follow_scalers() -> None:
         finally:  # a skipped step has no hooks
             _narrow(optimizer)
 
-    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
-    torch.amp.GradScaler.step = stepped  # type: ignore[method-assign]
+    @functools.wraps(update)
+    def updated(self: Any, *args: Any, **kwargs: Any) -> None:
+        for optimizer in _unscaled.pop(self, ()):
+            _narrow(optimizer)
+        update(self, *args, **kwargs)
+
+    kind.unscale_ = unscale_  # type: ignore[method-assign]
+    kind.step = stepped  # type: ignore[method-assign]
+    kind.update = updated  # type: ignore[method-assign]
 
 
 def _widen(optimizer: Any) -> None:
     """Make float16 gradients float32."""
-    widened: list[Any] | None = getattr(optimizer, "_widened", None)
-    if widened is None:
-        return
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None and param.grad.dtype == torch.float16:
                 _set(param, torch.float32)
-                widened.append(param)
+                optimizer._widened.append(param)
 
 
 def _narrow(optimizer: Any) -> None:

@@ -41,6 +41,16 @@ _PATCHED = ("step", "zero_grad", "add_param_group")
 _OLD_HOOKS = ("_lazy_init_maybe_master_weights", "_amp_lazy_init")  # called by old programs
 
 
+def _of_groups(name: str) -> property:
+    """A list of ``Parameters``, made after a look at the groups."""
+
+    def get(state: OptimizerState) -> list[torch.Tensor]:
+        state.params.compare_groups()
+        return list(getattr(state.params, name))
+
+    return property(get)
+
+
 class OptimizerState:
     """amp's record of one optimizer.
 
@@ -323,10 +333,12 @@ class OptimizerState:
             self._model_check = None
         return result
 
-    def before_inner_step(self, inner: Any, *, has_closure: bool) -> None:
+    def before_inner_step(self, inner: Any, args: Any, kwargs: Any) -> None:
         """Have a step of the optimizer inside of a wrapper skipped or refused, as the wrapper's."""
         if self.is_stepping:
             return
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
+        has_closure = closure is not None
         if has_closure and self.use_masters:
             self._refuse_step(has_closure=True)
             raise RuntimeError(
@@ -341,11 +353,15 @@ class OptimizerState:
         for param in self.params.stepped:
             param.grad = None  # so that the step changes nothing
 
-    def after_inner_step(self) -> None:
+    def after_inner_step(self, *arguments: object) -> None:
         """Write the masters to the model after a step of the optimizer inside of a wrapper."""
         if not self.is_stepping and not self._inner_is_skipped:
             casts.forget_weights()
             self.ledger.after_step(is_taken=True)
+
+    def before_state_dict(self, _: Any) -> None:
+        """Drop what lookups of the model's weights have left in the state."""
+        self.params.forget_lookups()
 
     def _skip(self, report: SkippedStep, passes: list[Pass], *, is_fused: bool) -> None:
         self.ledger.leave(passes)
@@ -391,23 +407,9 @@ class OptimizerState:
 
     # -- what old programs look at -------------------------------------------------------------
 
-    @property
-    def all_fp16_params(self) -> list[torch.Tensor]:
-        """The 16-bit model weights that have masters."""
-        self.params.compare_groups()
-        return list(self.params.weights)
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
-        """The masters of :attr:`all_fp16_params`, in the same order."""
-        self.params.compare_groups()
-        return list(self.params.tensors)
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
-        """The tensors in the groups that are their own masters."""
-        self.params.compare_groups()
-        return list(self.params.plain)
+    all_fp16_params = _of_groups("weights")  # of the model, in 16 bits, that have masters
+    all_fp32_from_fp16_params = _of_groups("tensors")  # their masters, in the same order
+    all_fp32_from_fp32_params = _of_groups("plain")  # what is its own master
 
 
 def state_of(optimizer: Any) -> OptimizerState | None:
@@ -451,11 +453,8 @@ class Replaced:
         self.is_on = False
         for hook in self._hooks:
             hook.remove()
-        wrapped = [
-            n for n in self.inner if not isinstance(vars(optimizer).get(n), types.MethodType)
-        ]
         for name in (*self.inner, *self._attributes):
-            if name in wrapped:
+            if name in self.inner and not isinstance(vars(optimizer).get(name), types.MethodType):
                 continue  # wrapped by other code since: what that code holds calls through now
             if name in self._before:
                 setattr(optimizer, name, self._before[name])
@@ -465,26 +464,20 @@ class Replaced:
     def watch(self, optimizer: Any, record: weakref.ref[Any]) -> None:
         """Put hooks on state dicts, and on steps of the optimizers inside of a wrapper."""
 
-        def before(inner: Any, args: Any, kwargs: Any) -> None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args has the optimizer
-            if (state := record()) is not None:
-                state.before_inner_step(inner, has_closure=closure is not None)
+        def hook(name: str) -> Any:
+            def call(*arguments: Any) -> None:
+                if (state := record()) is not None:
+                    getattr(state, name)(*arguments)
 
-        def after(inner: Any, args: Any, kwargs: Any) -> None:
-            if (state := record()) is not None:
-                state.after_inner_step()
-
-        def forget_lookups(_: Any) -> None:
-            if (state := record()) is not None:
-                state.params.forget_lookups()
+            return call
 
         inside = optimizers_inside(optimizer)
         for one in inside:
-            self._hooks.append(one.register_step_pre_hook(before))
-            self._hooks.append(one.register_step_post_hook(after))
+            self._hooks.append(one.register_step_pre_hook(hook("before_inner_step")))
+            self._hooks.append(one.register_step_post_hook(hook("after_inner_step")))
         for one in (optimizer, *inside):
             if hasattr(one, "register_state_dict_pre_hook"):
-                self._hooks.append(one.register_state_dict_pre_hook(forget_lookups))
+                self._hooks.append(one.register_state_dict_pre_hook(hook("before_state_dict")))
 
 
 def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from apex import amp
 from apex.optimizers import FusedAdam, FusedNovoGrad
 from apex.parallel import LARC
-from tests.amp.training import MASTERED, batches, copies, net, reloaded, same
+from tests.amp.training import MASTERED, batches, copies, net, same
 from tests.amp.training import train as train_on
-from tests.checkpoints import assert_equal
+from tests.checkpoints import assert_equal, reloaded
 
 LEVELS = {
     "O0": {"opt_level": "O0"},

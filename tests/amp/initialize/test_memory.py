@@ -1,6 +1,7 @@
 """Bytes that masters cost, and where a master takes over the memory of its weight."""
 
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from apex import amp
 from apex.amp.gradients.tensors import is_rounded
 from apex.optimizers import FusedAdam
-from tests.amp.training import MASTERED, scaled_backward
+from tests.amp.training import MASTERED, scaled_backward, sgd, started
 
 SIZE = 1024  # of a square weight
 WEIGHT = SIZE * SIZE * 4  # bytes in float32
@@ -143,8 +144,7 @@ def test_memory_that_is_not_the_weights_own_is_copied(level, hold, tmp_path, mon
     model = nn.Linear(4, 4, bias=False)
     held = hold(model)
     values, wanted = held.detach().clone(), model.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    _, optimizer = started(level, model, partial(sgd, lr=0.5), loss_scale=8.0)
     (master,) = optimizer.param_groups[0]["params"]
     assert torch.equal(master, wanted)
     assert master.untyped_storage().data_ptr() != held.untyped_storage().data_ptr()
@@ -159,8 +159,7 @@ def test_memory_that_is_not_the_weights_own_is_copied(level, hold, tmp_path, mon
 def test_a_master_has_the_memory_of_its_weight(level, form):
     model = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=form)
     where, wanted = model.weight.data_ptr(), model.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    _, optimizer = started(level, model, partial(sgd, lr=0.5))
     (master,) = optimizer.param_groups[0]["params"]
     assert master.data_ptr() == where
     assert master.stride() == wanted.stride()
@@ -223,8 +222,7 @@ def test_a_failure_half_way_leaves_everything_as_it_was(level, fails):
 @mastered
 def test_a_row_zeroed_through_data_is_found(level, row):
     model = nn.Linear(256, 4096, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    _, optimizer = started(level, model, partial(sgd, lr=0.0), loss_scale=8.0)
     (master,) = optimizer.param_groups[0]["params"]
     wanted = master.detach().clone()
     wanted[row] = 0.0
@@ -266,8 +264,7 @@ def test_what_a_program_writes_into_an_entry_beside_a_nan_keeps_its_low_bits(lev
 @mastered
 def test_an_embedding_of_which_one_row_is_stepped_is_healthy(level, row):
     model = nn.Embedding(50_000, 8)
-    optimizer = ThroughData(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    _, optimizer = started(level, model, partial(ThroughData, lr=0.1), loss_scale=8.0)
     (master,) = optimizer.param_groups[0]["params"]
     before = master.detach().clone()
     for _ in range(2):
@@ -289,8 +286,7 @@ def test_a_change_where_the_gradient_is_small_is_found_by_the_second_step(level)
                     param.data[1:].sub_(param.grad[1:], alpha=group["lr"])
 
     model = nn.Linear(32, 2, bias=False)
-    optimizer = Partly(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    _, optimizer = started(level, model, partial(Partly, lr=0.1), loss_scale=8.0)
     checks = []
     for _ in range(3):
         optimizer.zero_grad()

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from apex import amp
 from tests.amp.levels import HALF, LEVELS, MODEL, assert_same, cast, train_step
-from tests.amp.training import reloaded, same, sgd, started
+from tests.amp.training import same, sgd, started
+from tests.checkpoints import reloaded
 
 COMPUTES = {"O0": torch.float32, **HALF, **MODEL}
 

@@ -232,17 +232,24 @@ def test_two_overflows_before_a_step_are_one_line_with_the_scale_then(caplog):
     ]
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_skipped_step_names_the_scaler_of_the_pass_that_overflowed(bad, caplog):
+def test_a_skipped_step_names_the_scaler_of_the_pass_that_overflowed(
+    bad, deferred, request, caplog
+):
+    """Also where the host learns of it at the next step."""
+    if deferred:
+        request.getfixturevalue("runs_behind")
     model, optimizer = started("O1", nn.Linear(2, 2), num_losses=2, verbosity=1)
     caplog.set_level("INFO")
     for loss_id in range(2):
         x = torch.full((1, 2), math.inf if loss_id == bad else 1.0)
         scaled_backward(model(x).float().mean(), optimizer, loss_id=loss_id)
-    optimizer.step()
-    assert caplog.messages[-1] == (
+    for _ in range(1 + deferred):
+        optimizer.step()
+    assert [line for line in caplog.messages if "Gradient overflow" in line] == [
         f"Gradient overflow.  Skipping step, loss scaler {bad} reducing loss scale to 32768.0"
-    )
+    ]
 
 
 # -- formats --------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.amp.training import reloaded, scaled_backward, sgd, started
+from tests.amp.training import scaled_backward, sgd, started
+from tests.checkpoints import reloaded
 
 
 def network():

@@ -270,21 +270,6 @@ def test_a_device_that_decides_gives_the_same_run(level, each, make, lagging, mo
     assert late[1] == read[1]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_what_the_device_skipped_is_said_of_the_scaler_that_overflowed(bad, lagging, caplog):
-    model, optimizer = start("O1", num_losses=2)
-    optimizer._amp_stash.overflow.verbosity = 1
-    for loss_id in range(2):
-        spoiled = spoil if loss_id == bad else None
-        backward(model, optimizer, *batches(1), spoiled, loss_id=loss_id)
-    optimizer.step()
-    Delayed.arrived = True
-    optimizer.step()
-    assert caplog.messages == [
-        f"Gradient overflow.  Skipping step, loss scaler {bad} reducing loss scale to 32768.0"
-    ]
-
-
 def test_what_the_device_skipped_is_said_when_it_is_known(lagging, caplog):
     amp.reset()
     model, optimizer = start("O1", max_skipped_steps=2)

@@ -24,7 +24,7 @@ from tests.amp.ranks.sharded_programs import BAD, Parallel, Sharded
 from tests.amp.scaling import scaler_programs
 from tests.amp.training import no_waits, same
 from tests.ranks import RankError
-from tests.tolerance import HALF_SHARDS, PARALLEL, assert_close_to_largest
+from tests.tolerance import HALF_SHARDS, PARALLEL, assert_close_to_largest, each
 
 
 @pytest.fixture(autouse=True)
@@ -155,8 +155,7 @@ def test_an_overflow_in_one_shard_skips_the_step_everywhere(pair, case):
 
 
 def _assert_close(steps, others):
-    for mine, other in zip(steps[-1].weights, others[-1].weights, strict=True):
-        assert_close_to_largest(mine, other, PARALLEL)
+    each(assert_close_to_largest, steps[-1].weights, others[-1].weights, PARALLEL)
 
 
 def test_shards_are_clipped_by_their_common_norm(pair):
@@ -250,8 +249,7 @@ def test_the_recipe_for_float16_on_shards(pair, tmp_path, half):
             assert same([*one[0], *one[1]], [*other[0], *other[1]])
             assert one[2] == other[2]
         assert not same(saved[0], straight_on[0])
-        for mine, theirs in zip(gone_on_alone[0], straight_on[0], strict=True):
-            assert_close_to_largest(mine, theirs, HALF_SHARDS)
+        each(assert_close_to_largest, gone_on_alone[0], straight_on[0], HALF_SHARDS)
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.amp.scaling import scaler_programs as programs
 from tests.amp.scaling.scaler_programs import OURS, SCALE, THEIRS, leaf
 from tests.amp.training import no_waits, same
 from tests.ranks import Ranks
-from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding
+from tests.tolerance import CLIPPED, assert_close_to_largest, assert_one_rounding, each
 
 ADAM = functools.partial(apex.optimizers.FusedAdam, lr=0.01)
 SGD = functools.partial(apex.optimizers.FusedSGD, lr=0.5)
@@ -316,8 +316,7 @@ def test_float16_gradients_reach_the_optimizer_unrounded(name, clip):
             assert_one_rounding(norm, flat.norm())
             step *= min(1.0, clip / (float(norm) + 1e-6))
         other.step_scaled(step, grads=dict(zip(exact, grads, strict=True)))
-    for one, two in zip(mine, exact, strict=True):
-        assert_close_to_largest(one.detach(), two.detach(), CLIPPED if clip else 0.0)
+    each(assert_close_to_largest, mine, exact, CLIPPED if clip else 0.0)
 
 
 def test_small_gradients_are_not_lost():
@@ -377,8 +376,7 @@ def test_clipping_float32(name, unscale):
     for one, optimizer in ((scaler, mine), (theirs, other)):
         one.step(optimizer)
         one.update()
-    for first, second in zip(by_scaler, by_hand, strict=True):
-        assert_close_to_largest(first.detach(), second.detach(), CLIPPED)
+    each(assert_close_to_largest, by_scaler, by_hand, CLIPPED)
 
 
 def test_a_norm_that_is_not_finite():

@@ -63,6 +63,12 @@ def on_ranks(rank, how):
     return found
 
 
+def assert_trained_alike(losses, others):
+    found, wanted = torch.tensor(losses), torch.tensor(others)
+    torch.testing.assert_close(found, wanted, rtol=HALF_WEIGHTS, atol=0.0)
+    assert losses[-1] < losses[0]
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     with Ranks(tmp_path_factory.mktemp("ranks"), seconds=150, count=2) as ranks:
@@ -75,10 +81,7 @@ def test_a_loop_of_torchs_trains_float16_weights(optimizer_class):
     wanted, found = (
         train(network(dtype), dtype, optimizer_class) for dtype in (torch.float32, torch.float16)
     )
-    torch.testing.assert_close(
-        torch.tensor(found), torch.tensor(wanted), rtol=HALF_WEIGHTS, atol=0.0
-    )
-    assert found[-1] < found[0]
+    assert_trained_alike(found, wanted)
 
 
 @NEEDS_2_13
@@ -87,10 +90,7 @@ def test_a_loop_of_torchs_trains_float16_weights(optimizer_class):
 def test_with_what_spreads_a_model_over_ranks(pair, how):
     """In a backward pass DDP expects gradients of the weights' dtype."""
     for wanted, found in pair.run(functools.partial(on_ranks, how=how)):
-        torch.testing.assert_close(
-            torch.tensor(found), torch.tensor(wanted), rtol=HALF_WEIGHTS, atol=0.0
-        )
-        assert found[-1] < found[0]
+        assert_trained_alike(found, wanted)
 
 
 @NEEDS_2_13
@@ -120,6 +120,22 @@ def test_a_skipped_step_leaves_gradients_of_the_weights_dtype():
     assert torch.equal(weight, torch.ones_like(weight))
     assert (weight.grad_dtype, weight.grad.dtype) == (torch.float16,) * 2
     assert scaler.get_scale() == 2.0**15
+
+
+@NEEDS_2_13
+def test_a_dropped_batch_leaves_gradients_of_the_weights_dtype():
+    """`unscale_`, no `step`: the next backward of torch's DDP would raise."""
+    weight, other = (torch.nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2))
+    optimizers = [amp.float16_weights(FusedAdam([one])) for one in (weight, other)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=SCALE) for _ in optimizers]
+    for scaler, optimizer, one in zip(scalers, optimizers, (weight, other), strict=True):
+        scaler.scale(one.float().sum()).backward()
+        scaler.unscale_(optimizer)
+    optimizers[0].zero_grad()
+    scalers[0].update()
+    assert other.grad.dtype == torch.float32  # of another scaler, which goes on
+    scalers[0].scale(weight.float().sum()).backward()
+    assert weight.grad.dtype == torch.float16
 
 
 @NEEDS_2_13

@@ -1,9 +1,10 @@
-"""Small networks whose precision is known: twelve that train in 16 bits, and twelve that do not.
+"""Small networks whose precision is known: those that train in 16 bits, and those that do not.
 
-Each function gives a model, a loss and a function that makes a batch. They were written before the
-rule that judges a whole pass, and its limits, existed.
+Each function gives a model, a loss and a function that makes a batch. The first twelve of both were
+written before the rule that judges a whole pass, and its limits, existed.
 """
 
+import copy
 import math
 
 import torch
@@ -325,6 +326,41 @@ def zero_head():
     return model, classified, batch
 
 
+def first_ratios():
+    """The first policy gradient of a rollout: ratios are 1, so that the loss is the mean of 0."""
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 50))
+    rollout = copy.deepcopy(model)
+
+    def chosen(model, words):
+        return model(words[:, :-1]).log_softmax(-1).gather(-1, words[:, 1:, None])[..., 0]
+
+    def loss(model, batch):
+        words, old, advantages = batch
+        ratio = (chosen(model, words) - old).exp()
+        return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+    def batch():
+        words, reward = classes(50, 8, 17), normal(8, 1)
+        with torch.no_grad():
+            old = chosen(rollout, words)
+        return words, old, (reward - reward.mean()) / reward.std()
+
+    return model, loss, batch
+
+
+def own_teacher():
+    """A copy that is still its teacher's equal: the loss and all gradients are 0."""
+    model = _mlp(12, 6)
+    teacher = copy.deepcopy(model)
+
+    def loss(model, batch):
+        with torch.no_grad():
+            wanted = teacher(batch)
+        return F.mse_loss(model(batch), wanted)
+
+    return model, loss, lambda: normal(32, 12)
+
+
 # -- faulty ----------------------------------------------------------------------------------------
 
 
@@ -538,13 +574,25 @@ def distances():
     return model, loss, _three_classes
 
 
+def small_differences():
+    """A derivative as the difference of two outputs nearby, which 16 bits hardly tell apart."""
+    model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def loss(model, batch):
+        return ((model(batch + 1e-3) - model(batch)) / 1e-3 - batch.cos()).square().mean()
+
+    return model, loss, lambda: normal(64, 1)
+
+
 HEALTHY = [
     resnet, language_model, vision_transformer, tied_gpt, critic, contrastive, unet,
     mixture_of_experts, standardised_targets, constant_channel, rare_boxes, zero_head,
+    first_ratios, own_teacher,
 ]  # fmt: skip
 FAULTY = [
     kelvin_targets, two_targets, offset_logits, raw_inputs, two_moments, squares_overflow,
     squares_vanish, long_stream, padding_of_a_billion, powers_of_scores, late_times, distances,
+    small_differences,
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 The casts happen in torch's dispatcher, where Python sees nothing. So a ``TorchFunctionMode``
 watches the calls (a few microseconds each) and says which casts the lists call for:
 ``Float->Half (conv2d)``. A weight cast that is cached is logged once; casts inside nested lists are
-not, except in ``cat`` and ``stack``.
+not.
 """
 
 from __future__ import annotations
@@ -16,27 +16,22 @@ from torch.overrides import TorchFunctionMode
 
 from apex._compat import private
 from apex.amp import _speech
-from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from apex.amp.lists import LISTS, listed
 
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_RECURRENT_CELLS = tuple(f"{name}_cell" for name in _RECURRENT)
 _WORDS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 
 
 def _watched() -> dict[Any, tuple[str, str]]:
     """Map each listed function object to its name and the list it is on."""
     watched: dict[Any, tuple[str, str]] = {}
-    for module in (tensor_overrides, torch_overrides, functional_overrides):
-        lists = {"half": module.FP16_FUNCS, "float": module.FP32_FUNCS}
-        lists["promote"] = getattr(module, "CASTS", [])
-        lists["sequence"] = getattr(module, "SEQUENCE_CASTS", [])
-        for kind, names in lists.items():
-            for name in names:
-                function = getattr(module.MODULE, name, None)
-                if function is not None:
-                    watched[function] = (name, kind)
-    for name in (*_RECURRENT, *_RECURRENT_CELLS):
+    for module in LISTS:
+        for name, kind in listed(module).items():
+            function = getattr(module.MODULE, name, None)
+            if function is not None:
+                watched[function] = (name, kind)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         watched[getattr(torch, name)] = (name, "half")
+        watched[getattr(torch, f"{name}_cell")] = (f"{name}_cell", "half")
     return watched
 
 
@@ -87,8 +82,7 @@ class CastLog(TorchFunctionMode):
                 _speech.say(f"{_WORDS[tensor.dtype]}->{_WORDS[target]} ({name})")
 
     def _watch(self, name: str, kind: str, values: list[Any], result: Any) -> None:
-        if kind == "sequence" or name in _RECURRENT:
-            values = [item for v in values for item in (v if isinstance(v, (list, tuple)) else [v])]
+        values = [item for v in values for item in (v if isinstance(v, (list, tuple)) else [v])]
         tensors = [
             value
             for value in values
@@ -103,12 +97,11 @@ class CastLog(TorchFunctionMode):
             return  # on Apex's list, and not cast: with bfloat16 what torch.autocast leaves alone
         if kind == "half":
             target = half
+            tensors = [tensor for tensor in tensors if self._is_first_use(tensor, half)]
         elif kind == "float" or any(tensor.dtype == torch.float32 for tensor in tensors):
             target = torch.float32
         else:
             return
-        if kind == "half":
-            tensors = [tensor for tensor in tensors if self._is_first_use(tensor, target)]
         self.note(name, tensors, target)
 
     def _is_first_use(self, tensor: torch.Tensor, target: torch.dtype) -> bool:

@@ -125,7 +125,7 @@ class _Enter(_Hook):
             if level.is_guarded:
                 level.is_guarded = False
                 for layer in module.modules():
-                    _drop(layer._forward_pre_hooks, _Guard)
+                    _remove_hooks(layer, _Guard)
             frame = sys._getframe(1)
             level.forwards.begin(module)
         elif torch.is_grad_enabled():
@@ -190,19 +190,12 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
     )
 
 
-_OUR_HOOKS = (
-    *(_Enter, _Leave, _Guard, ShowFloat32, LoadFloat32),
-    *(kept_modules.EnterKept, kept_modules.LeaveKept),
+_OUR_HOOKS = (_Hook, ShowFloat32, LoadFloat32, kept_modules.EnterKept, kept_modules.LeaveKept)
+_HOOK_TABLES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
-_HOOK_TABLES = (  # of a module: what hooks are put into
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-    *_HOOK_FLAGS,
-)
 
 
 def prepare(
@@ -266,12 +259,9 @@ def convert(
     for module in model.modules():
         if id(module) in stay or (keep_batchnorm and isinstance(module, private.BatchNorm)):
             continue
-        for parameter in module._parameters.values():
-            if parameter is not None and _is_castable(parameter):
-                _retype(parameter, dtype)
-        for buffer in module._buffers.values():
-            if buffer is not None and _is_castable(buffer):
-                buffer.data = buffer.data.to(dtype)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
+                _retype(tensor, dtype)
         _flatten(module)
 
 
@@ -285,17 +275,13 @@ def _flatten(module: torch.nn.Module) -> None:
         flatten()
 
 
-def _is_castable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype != torch.float64
-
-
-def _retype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    if parameter.dtype == dtype:
+def _retype(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype == dtype:
         return
-    grad, parameter.grad = parameter.grad, None
-    parameter.data = parameter.data.to(dtype)
-    if grad is not None:
-        parameter.grad = grad.to(dtype)
+    grad = tensor.grad if tensor.is_leaf else None  # a buffer may be a result, which has none
+    tensor.grad = None
+    tensor.data = tensor.data.to(dtype)
+    tensor.grad = None if grad is None else grad.to(dtype)
 
 
 def record_of(model: torch.nn.Module) -> ForwardRecord | None:
@@ -358,18 +344,11 @@ def undo(model: torch.nn.Module) -> None:
     prepared.discard(model)
 
 
-def _drop(hooks: dict[int, Any], kind: type) -> None:
-    for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
-        del hooks[key]
-
-
-def _remove_hooks(module: torch.nn.Module) -> None:
-    for name in _HOOK_TABLES:
-        hooks = getattr(module, name, {})
+def _remove_hooks(module: torch.nn.Module, kinds: Any = _OUR_HOOKS) -> None:
+    for hooks in [getattr(module, name, {}) for name in _HOOK_TABLES]:
         for key, hook in list(hooks.items()):
             target = getattr(hook, "hook", hook)  # torch wraps load pre-hooks
-            target = getattr(target, "__self__", target)
-            if isinstance(target, _OUR_HOOKS):
+            if isinstance(getattr(target, "__self__", target), kinds):
                 del hooks[key]
                 for flags in _HOOK_FLAGS:
                     getattr(module, flags, {}).pop(key, None)

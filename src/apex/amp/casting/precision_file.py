@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,36 +81,7 @@ def named_modules(model: torch.nn.Module, name: str = "") -> Iterator[tuple[str,
         yield from named_modules(child, below)
 
 
-def keepers(
-    model: torch.nn.Module, called: Collection[int], readers: Mapping[int, set[int]]
-) -> dict[str, str | None]:
-    """Of each module the innermost one at or around it that a policy can name; None if none.
-
-    It was called, and nothing outside of it has or reads a weight or a buffer of it. The model
-    itself cannot be named.
-
-    Args:
-        model: The model.
-        called: The ids of the modules that a forward calls.
-        readers: Of each weight, by id, the ids of the modules that multiply with it.
-    """
-    modules = dict([*named_modules(model)][::-1])  # a wrapper, not what it wraps
-    users: dict[int, set[int]] = defaultdict(set, {key: {*ids} for key, ids in readers.items()})
-    for one in model.modules():
-        for tensor in _own(one).values():
-            users[id(tensor)].add(id(one))
-    found: dict[str, str | None] = {"": None}
-    for name in sorted(modules.keys() - {""}, key=len):  # what is around comes first
-        inside = {id(one): one for one in modules[name].modules()}
-        tensors = [id(tensor) for one in inside.values() for tensor in _own(one).values()]
-        is_alone = id(modules[name]) in called and all(
-            users[key] <= inside.keys() for key in tensors
-        )
-        found[name] = name if is_alone else found[name.rpartition(".")[0]]
-    return found
-
-
-def _own(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights and buffers of a module, without those of its parts."""
     return {
         **dict(module.named_parameters(recurse=False)),
@@ -122,14 +92,9 @@ def _own(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def shared_tensor(model: torch.nn.Module, module: torch.nn.Module) -> str | None:
     """The name of a weight or buffer of ``module`` that a part of ``model`` outside has too."""
     inside = {id(one): one for one in module.modules()}
-    own = {id(tensor) for one in inside.values() for tensor in _own(one).values()}
+    own = {id(tensor) for one in inside.values() for tensor in own_tensors(one).values()}
     for name, one in named_modules(model):
-        for key, tensor in _own(one).items() if id(one) not in inside else ():
+        for key, tensor in own_tensors(one).items() if id(one) not in inside else ():
             if id(tensor) in own:
                 return f"{name}.{key}" if name else key
     return None
-
-
-def write(path: str | os.PathLike[str], policy: Mapping[str, Any]) -> None:
-    """Write what :func:`read` reads."""
-    Path(path).write_text(json.dumps(policy, indent=2) + "\n", encoding="utf-8")

@@ -32,15 +32,8 @@ from apex.amp.casting import cpu_float16, dispatcher, switches
 from apex.amp.casting.log import CastLog
 from apex.amp.casting.switches import Casts, Rule
 from apex.amp.levels import HALF_TYPES
-from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from apex.amp.lists import LISTS, functional_overrides, listed, tensor_overrides, torch_overrides
 
-_LISTS = (functional_overrides, torch_overrides, tensor_overrides)
-_KINDS = {
-    "FP16_FUNCS": "half",
-    "FP32_FUNCS": "float",
-    "CASTS": "promote",
-    "SEQUENCE_CASTS": "promote",
-}
 # On the float list, where no autocast kernel can cast them: composites written in Python that
 # multiply or pool first, a function that CUDA's autocast registers as promote, a copy to the CPU.
 _FLOAT_BY_WRAPPER = (
@@ -80,14 +73,8 @@ _patches: dict[str, _Patch] = {}
 _lock = threading.RLock()
 
 
-def _listed(module: Any) -> dict[str, str]:
-    return {
-        name: kind for attribute, kind in _KINDS.items() for name in getattr(module, attribute, ())
-    }
-
-
 _SHIPPED_BANS = {name for name, _ in functional_overrides.BANNED_FUNCS}
-_SHIPPED = {module.__name__: _listed(module) for module in _LISTS}
+_SHIPPED = {module.__name__: listed(module) for module in LISTS}
 
 
 def registered() -> list[Registration]:
@@ -99,10 +86,12 @@ def casts_for(
     dtype: torch.dtype,
     registrations: Sequence[Registration] = (),
     *,
+    verbose: bool = False,
     allow_banned: bool = False,
 ) -> Casts:
     """Build the casts of a training from the lists as they are now and the registrations.
 
+    Their kernels are registered; they are not switched on yet. ``verbose``: log each cast.
     ``allow_banned``: cast the banned functions' arguments to float32 instead of refusing them. A
     registered function that cannot be replaced raises ``TypeError``; then nothing was changed.
     """
@@ -112,10 +101,10 @@ def casts_for(
     _patch_checkpoint()
     patch_matrix_exp()
     for module, name in _FLOAT_BY_WRAPPER:
-        if _listed(module).get(name) == "float":
+        if listed(module).get(name) == "float":
             wrap = _unless_saved if name == "cpu" else None
             rules[_patch(module.MODULE, name, wrap)] = Rule("float", shipped=True)
-    for module in _LISTS:
+    for module in LISTS:
         for name, kind in _edits(module):
             rules[_patch(module.MODULE, name)] = Rule(kind)
         for name, message in getattr(module, "BANNED_FUNCS", ()):
@@ -126,12 +115,6 @@ def casts_for(
         rules[f"{name}_"] = Rule("in place")
     casts = Casts(dtype, rules)
     add_registrations([casts], registrations)
-    return casts
-
-
-def make_casts(dtype: torch.dtype, *, verbose: bool = False, allow_banned: bool = False) -> Casts:
-    """:func:`casts_for` with the registrations, and with the kernels; not switched on yet."""
-    casts = casts_for(dtype, registered(), allow_banned=allow_banned)
     dispatcher.install(dtype)
     casts.log = CastLog() if verbose else None
     return casts
@@ -168,7 +151,7 @@ def warn_of_late_registrations(casts: Casts | None, outside: Casts | None) -> No
 
 def _edits(module: Any) -> Iterator[tuple[str, str]]:
     """What differs from the list as shipped: ``(name, kind)``, kind native for a name removed."""
-    shipped, now = _SHIPPED[module.__name__], _listed(module)
+    shipped, now = _SHIPPED[module.__name__], listed(module)
     for name in shipped.keys() | now.keys():
         if shipped.get(name) != now.get(name) and hasattr(module.MODULE, name):
             yield name, now.get(name, "native")

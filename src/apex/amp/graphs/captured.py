@@ -17,9 +17,11 @@ since amp writes them in place.
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -27,14 +29,14 @@ from torch.optim import optimizer as torch_optimizer
 
 from apex._compat import private
 from apex._compat.program import stacklevel
-from apex.amp.gradients import captures
+from apex.amp import _speech
+from apex.amp.gradients import captures, overflow
 from apex.amp.gradients.masters import table
 from apex.amp.graphs import arguments as kinds
 from apex.amp.graphs import device as devices
 from apex.amp.graphs.followed import Followed, is_settled, state_to_capture
 from apex.amp.graphs.probe import Probe, describe
-from apex.amp.graphs.reports import Reports
-from apex.amp.graphs.snapshot import Snapshot
+from apex.amp.optimizer import OptimizerState
 from apex.amp.training import is_disabled, managed_states
 from apex.ops import _runtime
 
@@ -45,7 +47,7 @@ WARM_UP = 3
 # one before the next capture.
 FEW_CALLS, MOST_CALLS = 16, 32
 MOST_KINDS = 64  # of arguments, all of them different, before a graph
-
+EVERY = 8  # replays: a report, for a copy takes 10 us of the host
 
 _thread = threading.local()  # is_busy: whether a step is under way
 
@@ -354,3 +356,90 @@ def _device_graph() -> Any:
     params = [p for state in managed_states() for p in state.params.stepped]
     device = next((param.device for param in params if devices.has_graphs(param.device)), None)
     return None if device is None else devices.DeviceGraph(device)
+
+
+# -- what a step has changed, and skipped ----------------------------------------------------------
+
+
+class Snapshot:
+    """What Python holds of a step, to be put back after a capture that has failed in the middle.
+
+    Nothing was computed, so memory is as before. But gradients are tensors that nothing has filled,
+    and amp's records are those of a step that has not been taken.
+
+    Attributes:
+        gradients: Of weights and masters.
+    """
+
+    def __init__(self, states: Sequence[OptimizerState]) -> None:
+        weights = [weight for state in states for weight in state.params.targets]
+        masters = [master for weight in weights if (master := table.get(weight)) is not None]
+        tensors = [*weights, *(master.tensor for master in masters)]
+        owners: list[tuple[Any, Sequence[str]]] = [
+            *((tensor, ["grad"]) for tensor in tensors),
+            *((master, ("taken", "waiting")) for master in masters),
+            *((state.params, ["exposed"]) for state in states),
+            *((state.ledger, [*vars(state.ledger)]) for state in states),
+        ]
+        self._records = [
+            (o, name, _copied(getattr(o, name))) for o, names in owners for name in names
+        ]
+        self.gradients = [grad for tensor in tensors if (grad := tensor.grad) is not None]
+
+    def put_back(self) -> None:
+        """Put all of it back."""
+        for owner, name, value in self._records:
+            setattr(owner, name, value)
+
+
+def _copied(value: Any) -> Any:
+    """Copy what is written in place."""
+    return copy.copy(value) if isinstance(value, (list, set)) else value
+
+
+class Reports:
+    """The skipped steps of replays, for optimizers of which steps can be skipped.
+
+    A replay runs no code of the host, so it sends no report as an eager step does. Every few
+    replays a copy of the counts is sent, and what an earlier one has brought is logged.
+    """
+
+    def __init__(self, states: Sequence[OptimizerState]) -> None:
+        self._states = [state for state in states if state.training.is_dynamic()]
+        self._sent: Any = None
+        self._replays = 0
+
+    def after_replay(self) -> None:
+        """Log what has arrived, and send for the next report.
+
+        Raises:
+            RuntimeError: Too many steps in a row were skipped.
+        """
+        self._replays += 1
+        if self._replays % EVERY or not self._states:
+            return
+        arrived = [] if self._sent is None else self._sent.read()
+        if arrived is None:
+            return
+        states = [(one.overflow, one.training.loss_scalers[0].numbers) for one in self._states]
+        sent = [x for one, scale in states for x in (one.counts.numbers.float(), scale[:1])]
+        copy = overflow.AsyncCopy(torch.cat(sent))
+        self._sent = copy if copy.arrives else None
+        for place, state in zip(range(0, len(arrived), 4), self._states, strict=False):
+            _tell(state.overflow, *arrived[place : place + 4])
+
+
+def _tell(
+    known: overflow.Overflow, taken: float, steps: float, in_a_row: float, scale: float
+) -> None:
+    skipped, before = int(steps - taken), known.told
+    known.told = skipped
+    if in_a_row >= known.limit:
+        report = overflow.SkippedStep(int(in_a_row), 0, 0, scale, True)
+        raise RuntimeError(report.describe("(Replays of a CUDA graph report late.)"))
+    if skipped > before and known.verbosity > 0:
+        _speech.say(
+            f"Gradient overflow.  {skipped} of {int(steps)} steps were skipped so far; the loss "
+            f"scale is {scale}",
+            logging.WARNING,
+        )

@@ -117,10 +117,11 @@ def init(
     handle = AmpHandle(loss_scale, bool(enable_caching), bool(verbose))
     devices = switches.device_types()[-1:]
     with lock:
-        casts = rules.make_casts(
-            torch.float16, verbose=bool(verbose), allow_banned=bool(allow_banned)
+        known = rules.registered()
+        casts = rules.casts_for(
+            torch.float16, known, verbose=bool(verbose), allow_banned=bool(allow_banned)
         )
-        rules.add_registrations(switches.alive(), rules.registered())
+        rules.add_registrations(switches.alive(), known)
     handle.activate(casts, devices)
     cpu_float16.begin(torch.float16, devices)
     _DECORATOR_HANDLE = handle

@@ -21,14 +21,21 @@ from typing import Any
 import torch
 
 from apex._compat.private import tree_map_only
-from apex.amp.casting import precision_file as policies
+from apex.amp.casting.precision_file import named_modules
 from apex.debug import calls
 from apex.debug.tensors import largest
 from apex.debug.undisturbed import unchanged
 from apex.debug.what_if import spread, whole
 from apex.debug.what_if.formats import Format, InFormat, Rounding, State, nonzero
 from apex.debug.what_if.spread import Spread
-from apex.debug.what_if.tracing import INPUT, RESULT, ProductCall, ProductTrace, Results
+from apex.debug.what_if.tracing import (
+    INPUT,
+    RESULT,
+    ProductCall,
+    ProductTrace,
+    Results,
+    keepers,
+)
 from apex.debug.what_if.whole import Gradients, Level, SinglePass, Whole, cosine
 
 ENOUGH = 8  # batches
@@ -183,7 +190,7 @@ class Study:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.called, self.reached = {id(one) for one in model.modules()}, set[int]()
         self.layers = dict[int, Layer]()
-        for name, module in policies.named_modules(model):
+        for name, module in named_modules(model):
             self.layers.setdefault(id(module), Layer(name, type(module).__name__))
         self.layers[id(None)] = Layer(OUTSIDE, "function")
 
@@ -224,8 +231,8 @@ class Study:
         names = {one.name: whole.LEVELS.get(one.name, ()) for one in self.forms}
         if not any(names.values()):
             return []
-        from apex.amp.functions import disable_casts  # a watch does without amp
-        from apex.amp.trial import preserved
+        from apex.amp.frontend import preserved  # a watch does without amp
+        from apex.amp.functions import disable_casts
 
         exact = self._first
         if exact is None or any(True for _ in self.model.buffers()):  # which each pass may change
@@ -327,7 +334,7 @@ class Study:
 
     def _decide(self, layers: Sequence[Layer]) -> None:
         """Set the verdicts, and which module a policy can name."""
-        keep = policies.keepers(self.model, self.called, self.trace.readers)
+        keep = keepers(self.model, self.called, self.trace.readers)
         for layer, form in product(layers, self.forms):
             verdict, layer.keep = layer.verdicts[form.name], keep.get(layer.name)
             state = form.state(verdict.cosine)
@@ -433,7 +440,7 @@ class Study:
         missing = {id(p) for p in self.parameters} - self.reached
         hidden = set[int]().union(*[ids for _, ids in self.trace.hidden.values()])
         missing |= hidden - self.trace.readers.keys()
-        named = policies.named_modules(self.model)
+        named = named_modules(self.model)
         rows = [(n or type(m).__name__, p) for n, m in named for p in m.parameters(recurse=False)]
         return list(dict.fromkeys(name for name, p in rows if p.dim() > 1 and id(p) in missing))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp.casting.precision_file import MARK, VERSION, write
+from apex.amp.casting.precision_file import MARK, VERSION
 from apex.debug.sentences import SHOWN, listed
 from apex.debug.tensors import plain
 from apex.debug.undisturbed import unchanged, undisturbed
@@ -211,7 +212,7 @@ class WhatIf:
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`policy` as JSON."""
-        write(path, self.policy())
+        Path(path).write_text(json.dumps(self.policy(), indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
         """Draw layers by formats into a PNG, SVG or PDF file; needs matplotlib."""

@@ -8,7 +8,7 @@ values) are one attention: it runs again as a whole, from the module's inputs to
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 
 from apex._compat import private
 from apex._compat.private import tree_flatten, tree_map_only
+from apex.amp.casting.precision_file import named_modules, own_tensors
 from apex.debug import calls
 from apex.debug.tensors import HALVES, largest
 from apex.debug.what_if import formats
@@ -244,3 +245,32 @@ class ProductTrace(Products):
 def _versions(args: Any, kwargs: Any) -> list[int]:
     with private.DisableTorchFunction():
         return [*map(calls.version_of, calls.tensors_in((args, kwargs) if kwargs else args))]
+
+
+def keepers(
+    model: torch.nn.Module, called: Collection[int], readers: Mapping[int, set[int]]
+) -> dict[str, str | None]:
+    """Of each module the innermost one at or around it that a policy can name; None if none.
+
+    It was called, and nothing outside of it has or reads a weight or a buffer of it. The model
+    itself cannot be named.
+
+    Args:
+        model: The model.
+        called: The ids of the modules that a forward calls.
+        readers: Of each weight, by id, the ids of the modules that multiply with it.
+    """
+    modules = dict([*named_modules(model)][::-1])  # a wrapper, not what it wraps
+    users: dict[int, set[int]] = defaultdict(set, {key: {*ids} for key, ids in readers.items()})
+    for one in model.modules():
+        for tensor in own_tensors(one).values():
+            users[id(tensor)].add(id(one))
+    found: dict[str, str | None] = {"": None}
+    for name in sorted(modules.keys() - {""}, key=len):  # what is around comes first
+        inside = {id(one): one for one in modules[name].modules()}
+        tensors = [id(tensor) for one in inside.values() for tensor in own_tensors(one).values()]
+        is_alone = id(modules[name]) in called and all(
+            users[key] <= inside.keys() for key in tensors
+        )
+        found[name] = name if is_alone else found[name.rpartition(".")[0]]
+    return found

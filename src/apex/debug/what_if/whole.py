@@ -7,10 +7,13 @@ gradients of weight matrices, of these the median cosine and the median size: so
 healthy networks too, because they are zero by mathematics (of keys in attention) or mostly point
 where a norm ignores them (of inputs around 300 before a batch norm).
 
-Limits: twelve healthy networks and twelve faulty ones (``tests/debug/what_if/networks.py``), three
-seeds each. Of healthy ones the cosine was at least 0.942 (a constant channel of 300 before a batch
-norm; 0.993 of the others) and the loss at most 1 % off. Faulty ones without a fault in a layer had
-a cosine below 0.90, gradients 10 times as large, or numbers that were not finite.
+Limits: 14 healthy networks and 13 faulty ones (``tests/debug/what_if/networks.py``), three seeds
+each. Of healthy ones the cosine was at least 0.942 (a constant channel of 300 before a batch norm;
+0.993 of the others) and the loss at most 1 % off. Faulty ones without a fault in a layer had a
+cosine below 0.90, a loss that was off by a tenth and a cosine below 0.98, gradients 10 times as
+large, or numbers that were not finite. 34 more healthy networks, written afterwards: 0.995, and 0.3
+% where the loss is not near 0. The loss alone decides nothing: that of a policy gradient with
+ratios of 1 is 0, and that of a copy beside its teacher, whose gradients are 0 too.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from apex.debug.calls import tensors_in
 from apex.debug.tensors import HALVES
 
 LEVELS = {"float16": ("O1", "O2"), "bfloat16": ("O4", "O5")}
-COSINE, TIMES, LOSS = 0.9, 3.0, 0.5
+COSINE, TIMES = 0.9, 3.0
+SURE, OFF = 0.99, 0.1  # up to this cosine a loss that is so far off is wrong
+LOSS = 0.5  # of a layer alone
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -144,14 +149,14 @@ def compared(exact: SinglePass, found: SinglePass, usual: float) -> Whole:
     both = zip(exact.gradients, found.gradients, strict=True)
     pairs = [(a, b) for a, b in both if a is not None and b is not None and a.dim() > 1]
     alike = [_alike(a, b) for a, b in pairs]
-    alike = [one for one in alike if one.size > 0.0] or alike
+    alike = [one for one in alike if one.size > 0.0]
     middle = statistics.median_high([one.cosine for one in alike] or [1.0])
     why = ""
     if not math.isfinite(found.loss):
         why = f"the loss is {found.loss}"
     elif not is_finite(found.gradients):
         why = "gradients are inf or NaN"
-    elif abs(found.loss - exact.loss) > LOSS * usual:
+    elif middle < SURE and abs(found.loss - exact.loss) > OFF * usual:
         why = f"the loss is {found.loss:.3g}, in float32 {exact.loss:.3g}"
     elif middle < COSINE:
         why = f"the median cosine of the weights' gradients to float32's is {middle:.2f}"
@@ -188,6 +193,7 @@ def at_level(
         compare: Gives the comparison with float32.
     """
     from apex.amp.frontend import initialize  # a watch does without amp
+    from apex.amp.functions import disable_casts
 
     try:
         again = copied(model)
@@ -206,7 +212,8 @@ def at_level(
         return Level(name, "fails", f"{type(error).__name__} is raised: {_line(error)}")
     if all(one is None for one in found.gradients):
         return Level(name, "not run", "the loss does not depend on the model that it is given")
-    whole = compare(found)
+    with disable_casts():  # else products of the comparison would be rounded too
+        whole = compare(found)
     why = whole.why
     if why == "gradients are inf or NaN" and len(scales) > 1:
         powers = [f"2**{math.log2(one):.0f}" for one in (scales[0], scales[-1])]
@@ -215,4 +222,4 @@ def at_level(
 
 
 def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160].rstrip(".")
