@@ -114,7 +114,7 @@ SMALL = {  # ours, torch's, arguments, calls that ours adds at most
     ),
     "index_mul_2d": (index_mul_2d, rows_multiplied, (X, X, LABELS), 3),
     "dense": (FusedDense(64, 64), nn.Linear(64, 64), (X,), 3),
-    "dense, GELU, dense": (FusedDenseGeluDense(64, 64, 64), dense_gelu_dense(), (X,), -6),
+    "dense, GELU, dense": (FusedDenseGeluDense(64, 64, 64), dense_gelu_dense(), (X,), -5),
     "MLP": (MLP([64, 64, 64]), perceptron(), (X,), -11),
     "SwiGLU": (swiglu, gated, (X, X), 2),
     "layer norm, bfloat16": (NARROW_NORM, widened(layer_norm), (X.to(BF16),), 6),
