@@ -93,7 +93,8 @@ def _forward(
     wants_lse: bool = True,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """Losses, and ``lse`` beside a 0 for ``miss``: :func:`_backward` computes both itself."""
-    losses, lse = list[torch.Tensor](), list[torch.Tensor]()
+    losses: list[torch.Tensor] = []
+    lse: list[torch.Tensor] = []
     for x, y in _pieces(logits, labels.long()):
         logs = x.new_empty(x.shape, dtype=wide(x))
         torch.log_softmax(x, 1, dtype=logs.dtype, out=logs)  # without a cast of x beside it
