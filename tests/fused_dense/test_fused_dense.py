@@ -13,6 +13,7 @@ from apex.fused_dense import (
     fused_dense_gelu_dense_function,
 )
 from apex.fused_dense.fused_dense import _dense_no_bias, _fused_dense, _fused_dense_gelu_dense
+from apex.mlp import mlp_function
 from apex.ops._check import ArgumentError
 from tests.checkpoints import scripted
 
@@ -97,6 +98,22 @@ REFUSED = {  # what F.linear takes in one case or another, and what it refuses
 def test_what_torch_would_take_is_refused_too(args):
     with pytest.raises(ArgumentError, match="FusedDense: "):
         _fused_dense(*args)
+    x, weight, bias = args
+    rest = (weight,) if bias is None else (weight, bias)
+    with pytest.raises(ArgumentError, match="mlp_function: "):
+        mlp_function(bias is not None, 1, x, *rest)
+
+
+def test_a_number_without_dimensions_is_refused_by_layers_of_one_feature():
+    for layer in (_fused_dense, lambda *args: mlp_function(True, 1, *args)):
+        with pytest.raises(ArgumentError, match=r"input has shape \[\]"):
+            layer(torch.ones(()), torch.ones(3, 1), torch.ones(3))
+
+
+def test_a_layer_of_one_feature_has_a_bias_of_one_element():
+    x, weight, bias = torch.ones(2, 4), torch.ones(1, 4), torch.ones(1)
+    assert torch.equal(_fused_dense(x, weight, bias), torch.full((2, 1), 5.0))
+    assert torch.equal(mlp_function(True, 1, x, weight, bias), torch.full((2, 1), 5.0))
 
 
 @pytest.mark.parametrize("wide", range(3))

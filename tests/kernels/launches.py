@@ -1,8 +1,7 @@
 """What launchers launch at many sizes: grids, warps, constants. Nothing runs: tensors are `meta`.
 
 Their multiprocessors are an H100's. ``launches.json`` has what is launched without a table of
-settings. After a change of a formula, and with a new op, write it anew, and look at what changed:
-    python -m tests.kernels.launches
+settings; record.py writes it, after a change of a formula and with a new op.
 """
 
 import dataclasses
@@ -80,7 +79,3 @@ def main():
     """Write the file."""
     found = {name: launched(call) for name, call in calls()}
     FILE.write_text(json.dumps(found, indent=0) + "\n", "utf-8")
-
-
-if __name__ == "__main__":
-    main()

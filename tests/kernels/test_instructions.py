@@ -14,9 +14,7 @@ from tests.kernels.test_compiled import compiled
 from tools.kernels import finding
 from tools.kernels.instructions import RATES, Counts, Instruction, counted, limits
 
-# Case -> thread instructions for each byte on sm_90, as measured. To write it anew, all or those of
-# some operations:
-#     python -m tests.kernels.test_instructions [NAME ...]
+# Case -> thread instructions for each byte on sm_90, as measured; record.py writes it.
 BUDGETS = pathlib.Path(__file__).with_name("instructions.json")
 # Releases of Triton differ by a few per cent; one more instruction for every five is seen.
 MORE = 1.15
@@ -133,7 +131,7 @@ def test_limits_by_hand():
 
 
 def record(names):
-    """Write the budgets anew: of all operations, or of those named."""
+    """Write the budgets anew: of all operations, or of those named; returns what was found."""
     known = dict.fromkeys(case.name for case in finding.cases())
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"{unknown[0]} is no operation with kernels: choose {', '.join(known)}")
@@ -142,8 +140,9 @@ def record(names):
         for case, number in json.loads(BUDGETS.read_text()).items()
         if names and case.partition(" ")[0] not in names
     }
-    found = _sums(compiled("sm_90", "every", *names))
-    BUDGETS.write_text(json.dumps(kept | found, indent=0, sort_keys=True) + "\n")
+    found = compiled("sm_90", "every", *names)
+    BUDGETS.write_text(json.dumps(kept | _sums(found), indent=0, sort_keys=True) + "\n")
+    return found
 
 
 def test_the_budgets_of_one_operation_are_recorded_and_the_others_kept(monkeypatch, tmp_path):
@@ -165,7 +164,3 @@ def test_the_budgets_of_one_operation_are_recorded_and_the_others_kept(monkeypat
     assert asked == [("sm_90", "every", "scale"), ("sm_90", "every")]
     with pytest.raises(SystemExit, match="scales is no operation with kernels: choose adagrad, "):
         record(["scales"])
-
-
-if __name__ == "__main__":
-    record(sys.argv[1:])

@@ -48,7 +48,8 @@ def _fused_dense_gelu_dense(
     """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
     try:
         if dense.left_to_torch(weight1, bias1) and dense.left_to_torch(weight2, bias2):
-            return dense.gelu_dense(input, weight1, bias1, weight2, bias2)[0]
+            hidden = F.gelu(F.linear(input, weight1, bias1), approximate="tanh")
+            return F.linear(hidden, weight2, bias2)
     except (AttributeError, RuntimeError, TypeError):
         pass  # below are the words for what does not fit together
     weights, biases = {"weight1": weight1, "weight2": weight2}, {"bias1": bias1, "bias2": bias2}

@@ -114,7 +114,8 @@ class Family:
         """
         device: int = arguments[0].get_device()  # type: ignore[union-attr]
         key: Any = device
-        bits, addresses = 0, list[Any]()
+        bits = 0
+        addresses: list[Any] = []
         for argument in arguments:
             nested = type(argument) is tuple
             members: Any = argument if nested else (argument,)

@@ -141,6 +141,10 @@ class op:  # lower case, like torch.autocast: used as a function
         #: Whether every call needs the kernel or pieces: autograd saves what the definition reads,
         #: so an operation that is not to save a tensor with a gradient never takes the definition.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
+        # Whether pieces are faster than the definition, which may depend on all arguments.
+        self._serves = getattr(pieces, "serves", None) or (lambda *args: True)
+        if self.own_backward:
+            self._serves = lambda *args: True
         always_ours = Threshold(1, 1) if self.own_backward else None
         self.threshold = always_ours or threshold(self.name) or Threshold(sys.maxsize, sys.maxsize)
         # ``above`` of it: elements up to which the definition computes what is not on CUDA.
@@ -164,13 +168,16 @@ class op:  # lower case, like torch.autocast: used as a function
         #: ``usual(*given)``, what public functions ask first: ``y``, if nothing is unusual. With
         #: ``None`` they check their arguments one by one, which finds the words for what does not
         #: fit together, and call the operation with those that do.
-        self.usual: Callable[..., torch.Tensor | None] = functools.partial(
-            self._choose, _REFUSALS, torchs, self._if_usual, lambda *_: None
+        self.usual: Callable[..., torch.Tensor | None] = self._chooser(
+            _REFUSALS, torchs, self._if_usual, lambda *_: None
         )
         #: ``choose(x)``: what computes an eager call whose first argument is ``x``: kernels or
         #: pieces, which `compute` takes; ``None``: the definition; `UNSURE`: ask the operation.
-        self.choose: Callable[[Any], Any] = functools.partial(
-            self._choose, (), lambda x: None, lambda found, x: found, lambda x: UNSURE
+        self.choose: Callable[[Any], Any] = self._chooser(
+            (), lambda x: None, lambda found, x: found, lambda x: UNSURE
+        )
+        self._computed = self._chooser(
+            (), lambda *args: self.definition(*args), self._large, self._unusual
         )
 
     def _find_positions(self) -> None:
@@ -209,11 +216,11 @@ class op:  # lower case, like torch.autocast: used as a function
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def _choose(
+    def _chooser(
         self, refusals: tuple[type[Exception], ...], few: Callable[..., Any],
-        large: Callable[..., Any], unusual: Callable[..., Any], *given: Any,
-    ) -> Any:  # fmt: skip
-        """Choose the path of an eager call: what every call asks first.
+        large: Callable[..., Any], unusual: Callable[..., Any],
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Make a function that chooses the path of an eager call: what every call asks first.
 
         It returns what one of three functions does, so that a choice is one frame of Python:
         ``few(*given)``, or ``None`` after one of the ``refusals``; ``large(implementation,
@@ -221,34 +228,39 @@ class op:  # lower case, like torch.autocast: used as a function
         under autocast, a transform, the compiler or a mode, which has to look at more than the
         first argument. Of few elements it is ``few`` whatever transforms and modes there are.
         """
-        x = given[0]
-        if (
-            _compiler.is_dynamo_compiling()
-            or _compiler._is_compiling_flag  # torch.export without Dynamo
-            or (_batch_invariance.on and self.by_row is not None)
-            or type(x) not in _runtime.TENSOR_TYPES
-            or (_autocasts() and _runtime.autocasts(x.device.type))
-        ):
-            return unusual(*given)
-        size = x.numel()
-        if type(size) is not int:  # a tensor: jit.trace records sizes
-            return unusual(*given)
-        if not _forced and (
-            size < self.threshold.least if x.is_cuda else size <= self._elsewhere.above
-        ):
-            try:
-                return few(*given)
-            except refusals:
-                return None
-        if (
-            _is_transformed()
-            or _is_wrapped(x)  # what is left of a transform
-            or _forward_ad._current_level >= 0
-            or _dispatch_modes() > 0
-        ):
-            return unusual(*given)
-        known = size and x.dtype in _runtime.DTYPES
-        return large(self.implementation(x, eager=True) if known else None, *given)
+
+        def choose(*given: Any) -> Any:
+            x = given[0]
+            if (
+                _compiler.is_dynamo_compiling()
+                or _compiler._is_compiling_flag  # torch.export without Dynamo
+                or (_batch_invariance.on and self.by_row is not None)
+                or type(x) not in _runtime.TENSOR_TYPES
+                or (_autocasts() and _runtime.autocasts(x.device.type))
+            ):
+                return unusual(*given)
+            size = x.numel()
+            if type(size) is not int:  # a tensor: jit.trace records sizes
+                return unusual(*given)
+            is_few = size <= self._elsewhere.above
+            if is_few is not (size < self.threshold.least):  # to ask a tensor takes 35 ns
+                is_few = is_few is not x.is_cuda
+            if is_few and not _forced:
+                try:
+                    return few(*given)
+                except refusals:
+                    return None
+            if (
+                _is_transformed()
+                or _is_wrapped(x)  # what is left of a transform
+                or _forward_ad._current_level >= 0
+                or _dispatch_modes() > 0
+            ):
+                return unusual(*given)
+            known = size and x.dtype in _runtime.DTYPES
+            return large(self.implementation(x, eager=True) if known else None, *given)
+
+        return choose
 
     def implementation(self, x: torch.Tensor, *, eager: bool = False) -> Any:
         """What computes where ``x`` is not small: kernels, pieces; ``None``: the definition.
@@ -271,7 +283,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def _if_usual(self, implementation: Any, *given: Any) -> torch.Tensor | None:
         """`usual` of more than few elements."""
-        if implementation is None or not self._serves(implementation, given):
+        if implementation is None or (implementation is self._eager and not self._serves(*given)):
             try:
                 return self.torchs(*given)
             except _REFUSALS:
@@ -287,21 +299,23 @@ class op:  # lower case, like torch.autocast: used as a function
             return None
         if implementation is self._eager and not torch.is_grad_enabled():
             return _as_tuple(implementation.forward(*self._dense(args)))[0]
-        return self.compute(*self._split(args, implementation))
+        count = len(self.tensors)
+        return self.compute(*args[:count], (implementation, *args[count:]))
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Choose a path and compute ``y``."""
         if _batch_invariance.on and self.by_row is not None:
             return self.by_row(*args)
-        found: torch.Tensor = self._choose((), self.definition, self._large, self._unusual, *args)
+        found: torch.Tensor = self._computed(*args)
         return found
 
     def _large(self, implementation: Any, *args: Any) -> torch.Tensor:
         if not self._are_plain(args):
             return self._unusual(*args)
-        if implementation is None or not self._serves(implementation, args):
+        if implementation is None or (implementation is self._eager and not self._serves(*args)):
             return self.definition(*args)
-        return self.compute(*self._split(args, implementation))
+        count = len(self.tensors)
+        return self.compute(*args[:count], (implementation, *args[count:]))
 
     def _unusual(self, *args: Any) -> torch.Tensor:
         """A call under autocast, a transform, the compiler or a mode, or with unusual tensors."""
@@ -318,13 +332,10 @@ class op:  # lower case, like torch.autocast: used as a function
             )
         else:  # a mode, which is to see one operator; of few elements `choose` said so
             implementation = self.implementation(x, eager=True) if x.numel() else None
-            records = implementation is not None and self._serves(implementation, args)
+            records = implementation is not None and (
+                implementation is not self._eager or self._serves(*args)
+            )
         return _as_tuple(self.operator(*args))[0] if records else self.definition(*args)
-
-    def _split(self, args: Sequence[Any], implementation: Any) -> tuple[Any, ...]:
-        """Arguments of the function: the tensors, then what computes and the constants in one."""
-        count = len(self.tensors)
-        return *args[:count], (implementation, *args[count:])
 
     def cast(self, *args: Any) -> tuple[Any, ...]:
         """Cast tensors as autocast does, if it is on for the device of the first."""
@@ -349,13 +360,6 @@ class op:  # lower case, like torch.autocast: used as a function
             if tensor.dtype not in _runtime.DTYPES and tensor.is_floating_point():
                 return False
         return True
-
-    def _serves(self, implementation: Any, args: Sequence[Any]) -> bool:
-        """Whether what `choose` says is faster than the definition: pieces may depend on all."""
-        if implementation is not self._eager or self.own_backward:
-            return True
-        serves = getattr(self.pieces, "serves", None)
-        return serves is None or serves(*args)
 
     def _dense(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """Tensors as kernels read them; what is no tensor stays as it is.
@@ -464,7 +468,8 @@ class op:  # lower case, like torch.autocast: used as a function
             wanted = [name for name, need in zip(self.tensors, needed, strict=False) if need]
             by_name = self._definition_gradients(dy, saved, wanted)
             return *map(by_name.get, self.tensors), None
-        needs, gradients = self._needs(needed), list[torch.Tensor | None]()
+        needs = self._needs(needed)
+        gradients: list[torch.Tensor | None]
         if (
             compiling
             or _dispatch_modes() > 0

@@ -134,9 +134,10 @@ def left_to_torch(weight: torch.Tensor, bias: Optional) -> bool:
         return False
     if bias is None:
         return True
-    if bias.dtype != dtype or bias.dim() != 1 or _tracing_state() is not None:
+    if bias.dtype is not dtype or bias.dim() != 1:
         return False
-    return bias.shape[0] == weight.shape[0]  # numbers, unless jit.trace records
+    size = bias.numel()  # torch takes 1 whatever the weight is; 40 ns, where two shapes take 150
+    return type(size) is int and (size != 1 or weight.shape[0] == 1)  # jit.trace: a tensor
 
 
 def fit(x: torch.Tensor, weight: torch.Tensor, bias: Optional) -> bool:

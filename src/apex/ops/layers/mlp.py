@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from apex.ops._check import ArgumentError
+from apex.ops._check import FLOATS, ArgumentError
 from apex.ops._dtypes import Optional
 from apex.ops.layers import dense
 
 ACTIVATIONS = ("none", "relu", "sigmoid")  # at the index that mlp_cuda calls them by
-_IN_PLACE = (lambda y: y, torch.relu_, torch.sigmoid_)
+_IN_PLACE = {0: lambda y: y, 1: torch.relu_, 2: torch.sigmoid_}
 _BACKWARD: tuple[Callable[..., torch.Tensor], ...] = (
     lambda dy, y: dy,
     lambda dy, y: torch.ops.aten.threshold_backward(dy, y, 0),
@@ -38,17 +38,27 @@ def outputs_of(
 
 def output_of(name: str, bias: bool, activation: int, args: Sequence[torch.Tensor]) -> torch.Tensor:
     """The last of :func:`outputs_of`, of the arguments of :func:`parts`, with its errors."""
-    x, weights, biases = _sorted(name, bias, activation, args)
+    count = len(args) // 2 if bias else len(args) - 1
     try:
-        if all(map(dense.left_to_torch, weights, biases)):
-            y = x if x.dim() == 2 else dense.rows(x)  # of a view autograd would copy gradients
-            activate = _IN_PLACE[activation]
-            for weight, each in zip(weights, biases, strict=True):
-                y = activate(F.linear(y, weight, each))
-            return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
-    except (AttributeError, RuntimeError, TypeError):
+        activate, x = _IN_PLACE[activation], args[0]
+        is_flat = x.dim() == 2
+        y = x if is_flat else dense.rows(x)  # of a view autograd would copy gradients
+        for at in range(1, count + 1):
+            weight, each = args[at], args[at + count] if bias else None
+            # What torch takes and `parts` refuses; dimensions and dtypes of weights show in `y`.
+            if weight.is_meta:
+                break
+            if each is not None:
+                size = each.numel()
+                if each.dim() != 1 or type(size) is not int or (size == 1 and weight.shape[0] != 1):
+                    break
+            y = activate(F.linear(y, weight, each))
+        else:
+            if count and y.dim() == 2 and y.dtype in FLOATS:
+                return y if is_flat else y.reshape(*x.shape[:-1], y.shape[-1])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         pass  # below are the words for what does not fit together
-    _check(name, x, weights, biases)
+    x, weights, biases = parts(name, bias, activation, args)
     *_, y = outputs_of(dense.rows(x), weights, biases, activation)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -83,14 +93,6 @@ def parts(
     Raises:
         ArgumentError: They do not fit together.
     """
-    found = _sorted(name, bias, activation, args)
-    _check(name, *found)
-    return found
-
-
-def _sorted(
-    name: str, bias: bool, activation: int, args: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[Optional]]:
     count, rest = divmod(len(args) - 1, 2 if bias else 1)
     if count < 1 or rest:
         wanted = "an input, weights and as many biases" if bias else "an input and weights"
@@ -100,11 +102,6 @@ def _sorted(
         raise ArgumentError(f"{name}: activation is {activation!r}; allowed are {known}.")
     x, weights = args[0], args[1 : count + 1]
     biases: Sequence[Optional] = args[count + 1 :] or [None] * count
-    return x, weights, biases
-
-
-def _check(
-    name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[Optional]
-) -> None:
     by_name = {f"weight_{i}": weight for i, weight in enumerate(weights)}
     dense.check(name, x, by_name, {f"bias_{i}": each for i, each in enumerate(biases)})
+    return x, weights, biases

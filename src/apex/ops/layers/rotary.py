@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,14 +117,16 @@ class Rotation(NamedTuple):
     positions: Optional
     dim: int
 
-    def rotate(self, t: Tensor) -> Tensor:
-        """Rotate ``t``; a method by name, because Dynamo of torch 2.9 calls no named tuple."""
+    def rotate(self, t: Tensor, implementation: Any = UNSURE) -> Tensor:
+        """Rotate ``t`` by what ``OP.choose`` said, if it was asked.
+
+        A method by name, because Dynamo of torch 2.9 calls no named tuple.
+        """
         packed, swapped = t.dim() == 3, self.dim and self.positions is None
         if packed:
             t = t[:, None]
         elif swapped:  # positions first, and second in memory
             t = t.transpose(0, 1)
-        implementation = OP.choose(t)
         if implementation is UNSURE or not type(self.cos) is type(self.sin) is torch.Tensor:
             y = OP(t, *self)
         elif implementation is None:
@@ -142,17 +144,19 @@ class Rotation(NamedTuple):
 
 def rotate_by_angles(t: Tensor, freqs: Tensor, transpose: bool) -> Tensor:
     """Rotate by :func:`by_angles`; of few elements by torch's functions, after one decision."""
-    if OP.choose(t) is None and not transpose and _fit(t, freqs):
+    implementation = OP.choose(t)
+    if implementation is None and not transpose and _fit(t, freqs):
         return _rotated(t, freqs.cos(), freqs.sin())
-    return by_angles(t, freqs, transpose).rotate(t)
+    return by_angles(t, freqs, transpose).rotate(t, implementation)
 
 
 def rotate_by_tables(t: Tensor, cos: Tensor, sin: Tensor, transpose: bool) -> Tensor:
     """The same by :func:`by_tables`."""
-    small = OP.choose(t) is None and not transpose
+    implementation = OP.choose(t)
+    small = implementation is None and not transpose
     if small and _fit(t, cos) and _fit(t, sin) and cos.shape == sin.shape:
         return _rotated(t, cos, sin)
-    return by_tables(t, cos, sin, transpose).rotate(t)
+    return by_tables(t, cos, sin, transpose).rotate(t, implementation)
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

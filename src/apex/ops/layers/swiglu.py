@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from apex._compat import private
-from apex.ops import _runtime
 from apex.ops._by_row import by_row
 from apex.ops._check import check_shape, check_tensors
 from apex.ops._dtypes import NARROW, WIDE, wide
 from apex.ops._op import op
 
 _silu: Callable[[torch.Tensor], torch.Tensor] = private.silu  # what F.silu calls
+_product = torch.mul  # 0.14 us less than `*`
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -30,16 +30,12 @@ def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _torchs(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
-    dtype = gate.dtype
-    if (
-        type(up) not in _runtime.TENSOR_TYPES
-        or up.dtype is not dtype
-        or up.is_cpu is not gate.is_cpu  # a number on a CPU torch would take
-        or up.shape != gate.shape
-    ):
+    dtype, shape = gate.dtype, gate.shape
+    # Torch would broadcast, and take a number on another device.
+    if up.dtype is not dtype or up.shape != shape or not shape:
         return None
     if dtype in WIDE:
-        return _silu(gate) * up
+        return _product(_silu(gate), up)
     return (_silu(gate.float()) * up.float()).to(dtype) if dtype in NARROW else None
 
 
@@ -118,7 +114,28 @@ by_row(OP, _invariant, pieces=SimpleNamespace(forward=_forward, backward=_backwa
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Check the arguments, bring them to one dtype and compute."""
+    """SwiGLU, ``silu(gate) * up`` with ``silu(x) = x * sigmoid(x)``, in one kernel each way.
+
+    Shazeer, arXiv:2002.05202, equation 5: ``gate`` is ``x @ W`` and ``up`` is ``x @ V`` there.
+    Computed in float32 (float64 if a tensor is) and rounded once. Under ``torch.autocast`` both
+    tensors are cast to its dtype.
+
+    Args:
+        gate: Of any shape; float16, bfloat16, float32 or float64.
+        up: Of the same shape and device, and of any of these dtypes.
+
+    Returns:
+        Of the shape of ``gate``, in the dtype that torch promotes both to.
+
+    Raises:
+        ArgumentError: One is no tensor, on another device, of another shape or not floating; it is
+            a RuntimeError, TypeError and ValueError.
+
+    Example:
+        >>> gate, up = torch.nn.Linear(64, 2 * 128)(torch.randn(3, 64)).chunk(2, dim=-1)
+        >>> apex.mlp.swiglu(gate, up).shape
+        torch.Size([3, 128])
+    """
     y = OP.usual(gate, up)
     if y is not None:
         return y

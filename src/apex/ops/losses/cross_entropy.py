@@ -93,7 +93,8 @@ def _forward(
     wants_lse: bool = True,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """Losses, and ``lse`` beside a 0 for ``miss``: :func:`_backward` computes both itself."""
-    losses, lse = list[torch.Tensor](), list[torch.Tensor]()
+    losses: list[torch.Tensor] = []
+    lse: list[torch.Tensor] = []
     buffer: Optional = None
     for x, y in _pieces(logits, labels.long()):
         buffer = x.new_empty(x.shape, dtype=wide(x)) if buffer is None else buffer
@@ -139,7 +140,8 @@ def _backward(
         index = index.masked_fill(padded, 0)
     if out is None and logits.numel() > PIECE:  # pieces, which are not joined
         out = torch.empty_like(logits)
-    found, buffer = list[torch.Tensor](), None
+    found: list[torch.Tensor] = []
+    buffer: Optional = None
     columns = logits, index, dy[:, None], *([] if out is None else [out])
     for x, at, d, *to in _pieces(*columns):
         buffer = x.new_empty(x.shape, dtype=wide(x)) if buffer is None else buffer

@@ -380,7 +380,7 @@ def _called(x: torch.Tensor, *args: Any) -> torch.Tensor:
     if args[-1] is not None:
         with _runtime.without_autocast(x.device.type):
             if OP.choose(x) is OP.pieces and OP._are_plain((x, *args)):
-                return OP.compute(*OP._split((x, *args), COMPACT))
+                return OP.compute(x, *args[:3], (COMPACT, *args[3:]))  # behind the tensors
     return OP(x, *args)
 
 

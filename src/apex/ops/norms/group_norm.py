@@ -209,8 +209,8 @@ def _torchs(
     """By functions that check sizes themselves, of tensors of one dtype."""
     dtype = x.dtype
     if (
-        (weight is not None and weight.dtype != dtype)
-        or (bias is not None and (weight is None or bias.dtype != dtype))
+        (weight is not None and weight.dtype is not dtype)
+        or (bias is not None and (weight is None or bias.dtype is not dtype))
         or not x.numel()
     ):
         return None
@@ -291,11 +291,11 @@ def group_norm(
     Raises:
         ArgumentError: What is passed does not fit together.
     """
-    if act not in ACTIVATIONS:
+    silu = ACTIVATIONS.get(act)
+    if silu is None:
         raise ArgumentError(
             f"group_norm: act is {act!r}; allowed are 'silu', 'swish', '' and None."
         )
-    silu = ACTIVATIONS[act]
     y = OP.usual(x, weight, bias, groups, eps, silu)
     if y is not None:
         return y

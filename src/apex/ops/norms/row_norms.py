@@ -54,8 +54,8 @@ def _torchs(
 ) -> torch.Tensor | None:
     """By the function that F.layer_norm or F.rms_norm calls, which checks sizes itself."""
     dtype = x.dtype
-    if (weight is not None and weight.dtype != dtype) or (
-        bias is not None and (weight is None or bias.dtype != dtype)
+    if (weight is not None and weight.dtype is not dtype) or (
+        bias is not None and (weight is None or bias.dtype is not dtype)
     ):
         return None
     if centered and (dtype in WIDE or (dtype in NARROW and not x.is_cpu)):
