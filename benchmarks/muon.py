@@ -1,14 +1,17 @@
 """FusedMuon beside FusedAdam on a small transformer, and beside torch's Muon, on one CPU thread.
 
 ``losses``: the transformer of ``apex bench --task text-transformer``, 300 steps of 16 x 64
-characters, the learning rate up over 20 steps and then linearly down to 0. Printed are the loss of
-held-out text, CPU seconds of the training, and of its steps. ``steps``: a step of ours and of
-``torch.optim.Muon``, in turns; the ratio is the median of those of neighbours, with quartiles.
+characters, the learning rate up over 20 steps and then linearly down to 0. Hidden matrices are
+those of ``FusedMuon.groups_for``. Printed are the loss of held-out text of each seed, their mean
+and standard deviation, and CPU seconds of the training and of its steps, on the average of a seed.
+``steps``: a step of ours and of ``torch.optim.Muon``, in turns; the ratio is the median of those of
+neighbours, with quartiles.
 
-    python -m benchmarks.muon [losses] [steps] [--seeds 2]
+    python -m benchmarks.muon [losses] [steps] [--seeds 5]
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,13 +30,17 @@ STEPS, WARM_UP, BATCH = 300, 20, 16
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def _is_matrix(name: str | None, param: torch.Tensor) -> bool:
-    return param.dim() == 2 and not (name or "").startswith(("embedding", "output", "positions"))
-
-
-def _muon(lr: float, adam_lr: float, model: nn.Module) -> torch.optim.Optimizer:
-    named = model.named_parameters()
-    return FusedMuon(named, lr=lr, adam_lr=adam_lr, weight_decay=0.01, is_matrix=_is_matrix)
+def _muon(lr: float, adam_lr: float, split: int, model: nn.Module) -> torch.optim.Optimizer:
+    groups = FusedMuon.groups_for(model, outputs=["output"])
+    if split > 1:
+        hidden = groups[0]["params"]
+        fused = [(name, param) for name, param in hidden if "qkv" in name]
+        others = [(name, param) for name, param in hidden if "qkv" not in name]
+        groups[:1] = [
+            {"params": fused, "algorithm": "muon", "split": split},
+            {"params": others, "algorithm": "muon"},
+        ]
+    return FusedMuon(groups, lr=lr, adam_lr=adam_lr, weight_decay=0.01)
 
 
 def _adam(lr: float, model: nn.Module) -> torch.optim.Optimizer:
@@ -41,11 +48,12 @@ def _adam(lr: float, model: nn.Module) -> torch.optim.Optimizer:
 
 
 TRAINED: dict[str, Make] = {
-    **{f"FusedAdam, {lr}": partial(_adam, lr) for lr in (0.003, 0.01, 0.02)},
+    **{f"FusedAdam, {lr}": partial(_adam, lr) for lr in (0.001, 0.003, 0.01, 0.02)},
     **{
-        f"FusedMuon, {lr}, Adam's part {rest}": partial(_muon, lr, rest)
+        f"FusedMuon, {lr}, Adam's part {rest}": partial(_muon, lr, rest, 1)
         for lr, rest in ((0.02, 0.003), (0.02, 0.01), (0.05, 0.01))
     },
+    "FusedMuon, 0.05, Adam's part 0.01, split=3": partial(_muon, 0.05, 0.01, 3),
 }
 
 # --- losses --------------------------------------------------------------------------------------
@@ -105,7 +113,7 @@ def main() -> None:
     """Print a row for each training, and for each set of matrices."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=["losses", "steps", []], metavar="PART")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not args.parts or "steps" in args.parts:
@@ -115,13 +123,16 @@ def main() -> None:
             print(f"step, {name:24} ours / torch's {ratio(*turns.values())}", flush=True)
     if not args.parts or "losses" in args.parts:
         for name, make in TRAINED.items():
-            for seed in range(args.seeds):
-                loss, seconds, steps = trained(make, seed)
-                print(
-                    f"{name:34} seed {seed}: loss {loss:.3f}, {seconds:5.1f} s, "
-                    f"of which {steps:4.1f} s steps",
-                    flush=True,
-                )
+            found = [trained(make, seed) for seed in range(args.seeds)]
+            losses = [loss for loss, *_ in found]
+            _, seconds, steps = map(statistics.mean, zip(*found, strict=True))
+            apart = statistics.stdev(losses) if args.seeds > 1 else 0.0
+            print(
+                f"{name:42} {' '.join(f'{loss:.3f}' for loss in losses)}   "
+                f"mean {statistics.mean(losses):.3f} +- {apart:.3f}, "
+                f"{seconds:5.1f} s, of which {steps:4.1f} s steps",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

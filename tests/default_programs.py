@@ -3,6 +3,7 @@
 Each is a generator: up to its first ``yield`` it makes its data, then it yields tensors.
 """
 
+import contextlib
 import functools
 import math
 from unittest import mock
@@ -46,6 +47,21 @@ from tests.ranks import alone
 CPU = torch.device("cpu")
 ON = {"device": CPU, "dtype": torch.float32}
 PROGRAMS = {}
+
+
+@contextlib.contextmanager
+def default(other):
+    """Torch's default device or dtype, or with None the usual ones."""
+    dtype = torch.get_default_dtype()
+    if isinstance(other, str):
+        torch.set_default_device(other)
+    elif other is not None:
+        torch.set_default_dtype(other)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
 
 
 def program(name, *arguments, **options):

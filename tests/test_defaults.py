@@ -4,31 +4,14 @@ Programs set them for their models, those of 2018 to 2020 by `set_default_tensor
 parameters of modules that a program makes follow them. `meta` stands for a GPU.
 """
 
-import contextlib
-
 import pytest
 import torch
 
 from apex import amp
 from apex.ops.lists import stages
-from tests.default_programs import MODULES, PROGRAMS
+from tests.default_programs import MODULES, PROGRAMS, default
 
 OTHERS = ("meta", torch.float64, torch.float16, torch.bfloat16)
-
-
-@contextlib.contextmanager
-def default(other):
-    """Torch's default device or dtype, or with None the usual ones."""
-    dtype = torch.get_default_dtype()
-    if isinstance(other, str):
-        torch.set_default_device(other)
-    elif other is not None:
-        torch.set_default_dtype(other)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from tests.trees import SRC
 
 FEATURES = {  # of tests/private_features.py -> names in apex._compat.private that it uses
     "operations": "is_any_autocast_enabled are_functorch_transforms_active forward_ad compiler "
-    "is_functorch_wrapped_tensor len_torch_dispatch_stack get_tracing_state silu "
+    "is_functorch_wrapped_tensor len_torch_dispatch_stack silu "
     "cross_entropy_loss softmax_backward_data",
-    "many_gradients": "is_legacy_batchedtensor is_batchedtensor",
+    "many_gradients": "is_legacy_batchedtensor is_batchedtensor get_tracing_state",
     "operators": "SetExcludeDispatchKeyGuard AutoDispatchBelowAutograd after_autograd_keyset "
     "any_requires_grad",
     "launched": "cuda_getDevice",

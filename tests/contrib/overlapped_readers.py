@@ -133,24 +133,10 @@ def _gathered(model, x, rank):
     return found
 
 
-def _gathered_flat(model, x, rank):
-    found = torch.zeros(16, 6)
+def _into(collective, rows, model, x, rank):
+    found = torch.zeros(rows, 6)
     with torch.no_grad():
-        getattr(dist, ALL_GATHER)(found, model.first.weight)
-    return found
-
-
-def _scattered(model, x, rank):
-    found = torch.zeros(4, 6)
-    with torch.no_grad():
-        getattr(dist, REDUCE_SCATTER)(found, model.first.weight)
-    return found
-
-
-def _all_to_all(model, x, rank):
-    found = torch.zeros(8, 6)
-    with torch.no_grad():
-        dist.all_to_all_single(found, model.first.weight)
+        getattr(dist, collective)(found, model.first.weight)
     return found
 
 
@@ -234,18 +220,11 @@ def _penalty(model, x, rank):
     return [loss, *found]
 
 
-def _functional_grad(model, x, rank):
+def _functional_grad(seen, model, x, rank):
     def loss(params):
         return functional_call(model.first, params, (x,)).square().sum()
 
-    return [*torch.func.grad(loss)(dict(model.first.named_parameters())).values()]
-
-
-def _detached_grad(model, x, rank):
-    def loss(params):
-        return functional_call(model.first, params, (x,)).square().sum()
-
-    params = {name: p.detach() for name, p in model.first.named_parameters()}
+    params = {name: seen(p) for name, p in model.first.named_parameters()}
     return [*torch.func.grad(loss)(params).values()]
 
 
@@ -451,17 +430,17 @@ RIGHT = {
     "pickle": lambda model, x, rank: weights(pickle.loads(pickle.dumps(model.second))),
     "copy in another dtype": _swapped,
     "all_gather": _gathered,
-    "all_gather_into_tensor": _gathered_flat,
-    "reduce_scatter_tensor": _scattered,
-    "all_to_all_single": _all_to_all,
+    "all_gather_into_tensor": functools.partial(_into, ALL_GATHER, 16),
+    "reduce_scatter_tensor": functools.partial(_into, REDUCE_SCATTER, 4),
+    "all_to_all_single": functools.partial(_into, "all_to_all_single", 8),
     "all_reduce": _reduced,
     "broadcast": _broadcast,
     "send": _sent,
     "all_gather_object": _objects,
     "autograd.grad": _gradient,
     "penalty": _penalty,
-    "grad of functional_call": _functional_grad,
-    "grad of detached weights": _detached_grad,
+    "grad of functional_call": functools.partial(_functional_grad, lambda p: p),
+    "grad of detached weights": functools.partial(_functional_grad, torch.Tensor.detach),
     "grad, captured weight": _captured,
     "vmap of a module": _vmapped_module,
     "vmap of a weight": _vmapped_weights,

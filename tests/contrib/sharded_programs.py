@@ -23,6 +23,7 @@ from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.ops.lists import collectives
 from apex.ops.updates.adam import Adam, adam_
 from apex.optimizers import FusedAdam, FusedLAMB
+from tests.checkpoints import assert_equal
 from tests.ranks import COLLECTIVE, error_of
 
 SHAPES = ((5, 3), (7,), (130, 9), (1,), (33, 2))
@@ -524,8 +525,7 @@ def one_rank(device, folder):
     loaded = {"optimizer": optimizer.state_dict()}
     checkpoint.load(loaded, checkpoint_id=folder)
     assert loaded["optimizer"]["param_groups"][0]["step"] == STEPS
-    for number, one in loaded["optimizer"]["state"].items():
-        assert all(torch.equal(one[key], state["state"][number][key]) for key in one)
+    assert_equal(loaded["optimizer"]["state"], state["state"])
     ps = [nn.Parameter(p.detach().to(device)) for p in params((HALF,))]
     optimizer, scaler = DistributedFusedAdam(ps), GradScaler(device, 4.0)
     for _ in range(2):
@@ -731,8 +731,7 @@ def bad_states(rank):
     whole["state"][2]["exp_avg"] = torch.zeros(3)
     texts["shape"] = error_of(lambda: optimizer.load_state_dict(whole))
     kept = optimizer.state_dict(state_dict_format=1)["state"]
-    for number, saved_ in part["state"].items():
-        assert all(torch.equal(saved_[key], kept[number][key]) for key in saved_)
+    assert_equal(part["state"], kept)
     return texts
 
 

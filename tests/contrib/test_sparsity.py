@@ -16,6 +16,7 @@ from apex.contrib.sparsity import ASP, create_mask, sparse_masklib
 from apex.contrib.sparsity.asp import ASPError, eligible_modules
 from apex.fp16_utils import FP16_Optimizer
 from apex.optimizers import FusedAdam
+from tests.checkpoints import assert_equal
 
 MASK = "__weight_mma_mask"
 
@@ -250,8 +251,7 @@ def test_a_copy_of_a_pruned_model_stays_sparse(keep):
     ASP.init_model_for_pruning(model, verbosity=0, allow_recompute_mask=True)
     ASP.init_optimizer_for_pruning(optimizer)
     assert ASP.is_sparsity_enabled()
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, expected[key]), key
+    assert_equal(model.state_dict(), expected)
     loss_of(model, 0).backward()
     optimizer.step()
     assert_sparse(model)
@@ -333,8 +333,7 @@ def test_a_resumed_run_is_bit_for_bit_the_same(level):
     amp.load_state_dict(saved[2])
     assert ASP.is_sparsity_enabled()
     amp_steps(model, optimizer, range(2, 4))
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, expected[key]), key
+    assert_equal(model.state_dict(), expected)
     with pytest.raises(ASPError, match=r"0::weight .* is pruned already"):
         ASP.compute_sparse_masks()
 

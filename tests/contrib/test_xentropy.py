@@ -108,23 +108,42 @@ def test_an_eager_call_makes_no_lse_in_pieces(monkeypatch):
 @pytest.mark.parametrize("classes", [100, 4099, 32000])
 @pytest.mark.parametrize("path", [None, "reference", "triton"])
 def test_the_gradient_of_the_label_near_probability_1_does_not_cancel(dtype, classes, path):
-    """Without a path: float64 for few logits, pieces for others; row 1 is padding."""
-    misses = torch.tensor([1e-2, 0.5, 1e-3, 1e-4, 1e-5, 1e-6], dtype=torch.float64)
+    _is_exact_at_the_label([1e-2, 0.5, 1e-3, 1e-4, 1e-5, 1e-6], classes, dtype, path, (0.0, 0.1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("classes", [100, 4099, 32000])
+def test_rows_that_are_not_corrected_have_an_exact_gradient_too(dtype, classes, monkeypatch):
+    """Without a row near probability 1 the gradient is torch's."""
+    corrected = []
+    monkeypatch.setattr(ops, "_correct", lambda *_: corrected.append(1))
+    misses = [0.12, 0.2, 0.3, 0.5, 0.9, 0.99]
+    _is_exact_at_the_label(misses, classes, dtype)
+    assert not corrected
+    monkeypatch.undo()
+    _is_exact_at_the_label([0.08, *misses[1:]], classes, dtype)
+
+
+def _near_1(misses, classes, dtype=torch.float32):
+    """Logits of rows whose label has the probability ``1 - miss``, and the labels."""
+    misses = torch.tensor(misses, dtype=torch.float64)
     generator = torch.Generator().manual_seed(classes)
     logits = torch.randn((len(misses), classes), generator=generator)
     others = logits[:, 1:].double().logsumexp(1)
     logits[:, 0] = others + (1 / misses - 1).log()
-    logits = logits.roll(PADDING + classes // 3, 1).to(dtype).requires_grad_()
-    labels = torch.full((len(misses),), PADDING + classes // 3)
-    labels[1] = PADDING
+    at = PADDING + classes // 3
+    return logits.roll(at, 1).to(dtype).requires_grad_(), torch.full((len(misses),), at)
+
+
+def _is_exact_at_the_label(misses, classes, dtype, path=None, smoothings=(0.0,)):
+    logits, labels = _near_1(misses, classes, dtype)
     ones = torch.ones(len(misses))
-    for smoothing in (0.0, 0.1):
+    for smoothing in smoothings:
         with contextlib.nullcontext() if path is None else _runtime.use(path):
             losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, PADDING)
             (found,) = torch.autograd.grad(losses, logits, ones)
         _, exact = _exact(logits, labels, ones, smoothing)
-        assert not found[1].any()
-        for row in (0, 2, 3, 4, 5):
+        for row in range(len(misses)):
             one, other = found[row, labels[row], None], exact[row, labels[row], None]
             if dtype == torch.float32:
                 assert errors_in_eps(one, other) <= NEAR_PROBABILITY_1
@@ -132,12 +151,64 @@ def test_the_gradient_of_the_label_near_probability_1_does_not_cancel(dtype, cla
                 assert_one_rounding(one, other, interpreted=path == "triton")
 
 
+@pytest.mark.parametrize("padding", [-100, PADDING])
+def test_derivatives_of_every_order_near_probability_1(padding):
+    """Of corrected rows: second ones, those of many gradients at once, and of a None."""
+    logits, labels = _near_1([1e-2, 0.5, 1e-6, 1e-4], 20)
+    labels[1] = padding
+
+    def losses(x):
+        return SoftmaxCrossEntropyLoss.apply(x, labels, 0.0, padding)
+
+    def exact(x):
+        return F.cross_entropy(x, labels, ignore_index=padding, reduction="none")
+
+    jacobian, hessian = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
+    first = jacobian(exact, logits.detach().double())
+    second = hessian(lambda x: exact(x).sum(), logits.detach().double())
+    for found in (
+        jacobian(losses, logits),
+        jacobian(losses, logits, vectorize=True),
+        jacobian(losses, logits, create_graph=True),
+        torch.func.jacrev(losses)(logits.detach()),
+        torch.func.jacfwd(losses)(logits.detach()),
+    ):
+        for row in range(4):
+            assert errors_in_eps(found[row, row], first[row, row]) <= NEAR_PROBABILITY_1
+            assert not found[row, torch.arange(4) != row].any()
+    found = hessian(lambda x: losses(x).sum(), logits)
+    for row in range(4):
+        assert errors_in_eps(found[row, :, row], second[row, :, row]) <= NEAR_PROBABILITY_1
+
+    class Absorbed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    (Absorbed.apply(losses(logits)).sum() + logits.sum()).backward()
+    assert torch.equal(logits.grad, torch.ones_like(logits))
+
+
+def test_rows_of_padding_are_not_taken_for_certain_ones(monkeypatch):
+    """Their loss is 0, which no correction follows; of the others one does."""
+    monkeypatch.setattr(torch.Tensor, "scatter_add_", pytest.fail)
+    for padding in (-100, PADDING):
+        logits, labels = _near_1([0.5, 0.5, 0.9], 20)
+        labels[1] = padding
+        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, padding)
+        assert torch.autograd.grad(losses.sum(), logits)[0].any(1).tolist() == [True, False, True]
+
+
 def test_large_logits_take_the_operation(monkeypatch):
     monkeypatch.setattr(ops.OP.pieces, "above", 100)
     logits, labels, _ = _data((8, 100), torch.float32)
     assert "cross_entropy" in type(SoftmaxCrossEntropyLoss.apply(logits, labels).grad_fn).__name__
     monkeypatch.undo()
-    assert "ToCopy" in type(SoftmaxCrossEntropyLoss.apply(logits, labels).grad_fn).__name__
+    assert "NllLoss" in type(SoftmaxCrossEntropyLoss.apply(logits, labels).grad_fn).__name__
 
 
 @pytest.mark.parametrize("path", ["reference", "triton"])

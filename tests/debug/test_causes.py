@@ -144,36 +144,42 @@ MODEL = {
 # -- loss ------------------------------------------------------------------------------------------
 
 TARGET = torch.tensor([[1.0, float("nan"), 0.0, 2.0]]).expand(4, 4)
+
+
+def of_loss(loss_of, **options):
+    return once(block(torch.relu), loss_of, **options)
+
+
+def log_of_zero(out):
+    return (out - out.detach()).log().mean()
+
+
+def of_target(out):
+    return (out - TARGET).square().mean()
+
+
+def ignored(out):
+    return functional.cross_entropy(out, torch.full((4,), -100))
+
+
+def of_nothing(out):
+    return out.square()[out > 1e9].sum() / (out > 1e9).sum()
+
+
+def root(out):
+    return (out - out.detach()).square().sum().sqrt()
+
+
 LOSS = {
-    "log(0), with the step": lambda: once(
-        block(torch.relu), lambda out: (out - out.detach()).log().mean(), step=True
-    ),
-    "log(0), without": lambda: once(
-        block(torch.relu), lambda out: (out - out.detach()).log().mean()
-    ),
-    "a target that is NaN": lambda: once(
-        block(torch.relu), lambda out: (out - TARGET).square().mean(), step=True
-    ),
-    "a target, without the step": lambda: once(
-        block(torch.relu), lambda out: (out - TARGET).square().mean()
-    ),
-    "a mean of nothing": lambda: once(
-        block(torch.relu), lambda out: out.square()[out > 1e9].sum() / (out > 1e9).sum(), step=True
-    ),
-    "all labels ignored": lambda: once(
-        block(torch.relu),
-        lambda out: functional.cross_entropy(out, torch.full((4,), -100)),
-        step=True,
-    ),
-    "labels ignored, without the step": lambda: once(
-        block(torch.relu), lambda out: functional.cross_entropy(out, torch.full((4,), -100))
-    ),
-    "root": lambda: once(
-        block(torch.relu), lambda out: (out - out.detach()).square().sum().sqrt(), step=True
-    ),
-    "under masters": lambda: at_level(
-        "O2", block(torch.relu), 8.0, loss_of=lambda out: (out - out.detach()).log().mean()
-    ),
+    "log(0), with the step": lambda: of_loss(log_of_zero, step=True),
+    "log(0), without": lambda: of_loss(log_of_zero),
+    "a target that is NaN": lambda: of_loss(of_target, step=True),
+    "a target, without the step": lambda: of_loss(of_target),
+    "a mean of nothing": lambda: of_loss(of_nothing, step=True),
+    "all labels ignored": lambda: of_loss(ignored, step=True),
+    "labels ignored, without the step": lambda: of_loss(ignored),
+    "root": lambda: of_loss(root, step=True),
+    "under masters": lambda: at_level("O2", block(torch.relu), 8.0, loss_of=log_of_zero),
 }
 
 # -- data ------------------------------------------------------------------------------------------

@@ -119,6 +119,17 @@ SCRIPTS = {  # script -> cause, line, operation
     "in other forms": (
         LOOP.replace("LOSS", "out = torch.as_tensor(out).T.contiguous(); loss = out.log().mean()"),
         "loss", "out.log()", "log"),
+    "a function that passes out=None": (
+        LOOP.replace("LOSS", "z = F.normalize(out, dim=1, eps=0); loss = z.sum()"),
+        "loss", "F.normalize", "div"),
+    "after a function that passes out=None": (
+        LOOP.replace("LOSS", "z = F.normalize(out, dim=1); loss = z.log().mean()"),
+        "loss", "z.log()", "log"),
+    "between two modules": (
+        LOOP.replace("LOSS", "z = out / out.sum(1, keepdim=True)\n    loss = head(z).sum()")
+        .replace("opt = ", "head = nn.Linear(4, 2)\nopt = ")
+        .replace("net.parameters()", "[*net.parameters(), *head.parameters()]"),
+        "data", "out.sum(1", "div"),
     "written in place": (
         LOOP.replace("LOSS", "out += 1; out -= 1; out.log_(); loss = out.mean()"),
         "loss", "out.log_()", "log_"),
@@ -165,6 +176,11 @@ def test_the_line_is_named(run, name):
     assert operation is None or report["operation"].split(".")[1] == operation
     if name == "batch":
         assert "16 NaN of 128 values (all 16 rows): div (at train.py:" in report["sentence"]
+
+
+def test_a_mean_of_no_elements_is_called_one(run):
+    report, _ = run(LOOP.replace("LOSS", "loss = out[out > 9].square().mean()"))
+    assert report["sentence"].endswith("gave 1 NaN of 1 values: the mean of no elements.")
 
 
 SIZES = """

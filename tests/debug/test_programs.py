@@ -223,15 +223,12 @@ def test_tied_and_frozen_parameters():
 
 
 def test_inputs_of_all_kinds():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
-
+    class Odd(nn.Linear):
         def forward(self, batch, *rest, scale=None):
-            return types.SimpleNamespace(logits=self.layer(batch.x) * rest[0][1]["y"], extra=scale)
+            logits = super().forward(batch.x) * rest[0][1]["y"]
+            return types.SimpleNamespace(logits=logits, extra=scale)
 
-    model = Odd()
+    model = Odd(8, 4)
     with torch.inference_mode():
         frozen = torch.ones(4, 4)
     x = torch.randn(4, 8)

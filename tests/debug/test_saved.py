@@ -85,19 +85,15 @@ def test_hooks_of_the_program_stay_and_are_removed_by_their_handles():
     assert seen == ["before", "after", "after"]
 
 
-class Prompt(nn.Module):
+class Prompt(nn.Linear):
     """Its output is its parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self):
         return self.weight
 
 
 def test_no_hook_stays_on_a_parameter_that_a_forward_returns():
-    model = Prompt()
+    model = Prompt(1, 3)
     with watching(model) as (optimizer, _):
         for _ in range(3):
             model().sum().backward()

@@ -1,6 +1,7 @@
 """How `apex debug` runs a program: paths, folders, zip files, errors, an import it waits for."""
 
 import functools
+import subprocess
 import sys
 import zipfile
 
@@ -89,3 +90,15 @@ def test_a_module_is_told_of_after_it_has_run(tmp_path, monkeypatch):
     assert "exec_module" not in vars(waited.__loader__)
     script.after_import("waited", lambda: seen.append("at once"))
     assert seen == [3, "at once"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["from apex import amp", "import apex.debug", "import amp_C"])
+@pytest.mark.parametrize("command", ["debug", "check"])
+def test_a_program_may_import_apex_before_torch(line, command, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(f"{line}\nimport torch\nprint('ran', torch.ones(1).item())\n")
+    words = [sys.executable, "-m", "apex", command, str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert "ran 1.0" in done.stdout, done.stderr
+    assert "Error" not in done.stderr

@@ -41,6 +41,16 @@ SHAPES = ((9000,), (3, 5), (1,))
 CALLS = ("first", "again", "captured", "first, captured")
 
 
+def prepared(function):
+    """Its calls take all arguments but the device, and return a function of that."""
+
+    @functools.wraps(function)
+    def waiting(*arguments, **options):
+        return lambda device: function(device, *arguments, **options)
+
+    return waiting
+
+
 def column(device, dtype=FLOAT, shapes=SHAPES):
     return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
@@ -60,17 +70,14 @@ def mixed(device):
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-def stepped(make, dtype=FLOAT, lrs=(), **attributes):
+@prepared
+def stepped(device, make, dtype=FLOAT, lrs=(), **attributes):
     """``attributes`` are set to tensors on the device, as torch's GradScaler does."""
-
-    def prepare(device):
-        groups = [{"params": parameters(device, dtype), "lr": lr} for lr in lrs]
-        optimizer = make(groups or parameters(device, dtype))
-        for name, value in attributes.items():
-            setattr(optimizer, name, torch.full((), value, device=device))
-        return optimizer.step
-
-    return prepare
+    groups = [{"params": parameters(device, dtype), "lr": lr} for lr in lrs]
+    optimizer = make(groups or parameters(device, dtype))
+    for name, value in attributes.items():
+        setattr(optimizer, name, torch.full((), value, device=device))
+    return optimizer.step
 
 
 def in_eight_bits(device):
@@ -84,15 +91,12 @@ def with_tensor_lr(device):
     return optimizer.step
 
 
-def with_gaps(make):
+@prepared
+def with_gaps(device, make):
     """One weight of several lies in memory with gaps: the others stay in the launch."""
-
-    def prepare(device):
-        odd = torch.nn.Parameter(torch.empty(6, 9, device=device)[:, ::2])
-        odd.grad = torch.empty_like(odd)
-        return make([odd, *parameters(device)]).step
-
-    return prepare
+    odd = torch.nn.Parameter(torch.empty(6, 9, device=device)[:, ::2])
+    odd.grad = torch.empty_like(odd)
+    return make([odd, *parameters(device)]).step
 
 
 def on_both_devices(make):
@@ -133,24 +137,21 @@ def optimizers():
 # -- lists ---------------------------------------------------------------------------------------
 
 
-def listed(function, dtypes, *arguments, per_tensor=0, shapes=SHAPES):
+@prepared
+def listed(device, function, dtypes, *arguments, per_tensor=0, shapes=SHAPES):
     """A function of amp_C on lists of the dtypes; arguments may be made on the device.
 
     ``per_tensor`` is how many arguments follow that have one number for each tensor.
     """
-
-    def prepare(device):
-        flag = torch.zeros(1, dtype=torch.int32, device=device)
-        if dtypes == "mixed":
-            lists = [[param.detach() for param in mixed(device)] for _ in range(2)]
-            lists = lists[: 1 if "norm" in function.__name__ else 2]
-        else:
-            lists = [column(device, dtype, shapes) for dtype in dtypes]
-        numbers = [torch.empty(len(lists[0]), device=device) for _ in range(per_tensor)]
-        made = [argument(device) if callable(argument) else argument for argument in arguments]
-        return lambda: function(65536, flag, lists, *numbers, *made)
-
-    return prepare
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    if dtypes == "mixed":
+        lists = [[param.detach() for param in mixed(device)] for _ in range(2)]
+        lists = lists[: 1 if "norm" in function.__name__ else 2]
+    else:
+        lists = [column(device, dtype, shapes) for dtype in dtypes]
+    numbers = [torch.empty(len(lists[0]), device=device) for _ in range(per_tensor)]
+    made = [argument(device) if callable(argument) else argument for argument in arguments]
+    return lambda: function(65536, flag, lists, *numbers, *made)
 
 
 def number(device):
@@ -167,12 +168,10 @@ def hysteresis(device):
     return lambda: amp_C.update_scale_hysteresis(scale, *counters, found, 2.0, 0.5, 2000, 1)
 
 
-def clipped(norm_type, make=parameters):
-    def prepare(device):
-        params = make(device)
-        return lambda: clip_grad_norm_(params, 1.0, norm_type)
-
-    return prepare
+@prepared
+def clipped(device, norm_type, make=parameters):
+    params = make(device)
+    return lambda: clip_grad_norm_(params, 1.0, norm_type)
 
 
 def unscaled(device):
@@ -279,60 +278,52 @@ def group_norm(device):
     return both
 
 
-def cross_entropy(rows, classes):
-    def prepare(device):
-        logits = torch.empty(rows, classes, dtype=HALF, device=device)
-        labels = torch.empty(rows, dtype=torch.long, device=device)
+@prepared
+def cross_entropy(device, rows, classes):
+    logits = torch.empty(rows, classes, dtype=HALF, device=device)
+    labels = torch.empty(rows, dtype=torch.long, device=device)
 
-        def both():
-            losses, logsumexp = xentropy_cuda.forward(logits, labels, 0.1, True)
-            xentropy_cuda.backward(losses, logits, logsumexp, labels, 0.1)
+    def both():
+        losses, logsumexp = xentropy_cuda.forward(logits, labels, 0.1, True)
+        xentropy_cuda.backward(losses, logits, logsumexp, labels, 0.1)
 
-        return both
-
-    return prepare
+    return both
 
 
-def transducer(packed):
+@prepared
+def transducer(device, packed):
     """Joint and loss, forward and backward: 20 rows of 1,000 classes, or 2 x 4 x 3."""
+    make = functools.partial(torch.empty, device=device)
+    lengths, ends = [make(2, dtype=torch.int32) for _ in range(2)], make(2, dtype=torch.long)
+    f, g = make(2, 4, 64, dtype=HALF), make(2, 3, 64, dtype=HALF)
+    x = make(*((20,) if packed else (2, 4, 3)), 1000, dtype=HALF)
+    labels = make(2, 2, dtype=torch.int32)
 
-    def prepare(device):
-        make = functools.partial(torch.empty, device=device)
-        lengths, ends = [make(2, dtype=torch.int32) for _ in range(2)], make(2, dtype=torch.long)
-        f, g = make(2, 4, 64, dtype=HALF), make(2, 3, 64, dtype=HALF)
-        x = make(*((20,) if packed else (2, 4, 3)), 1000, dtype=HALF)
-        labels = make(2, 2, dtype=torch.int32)
+    def both():
+        cells = ops.joint_cells("joint", f, g, *lengths, (ends, 20) if packed else None)
+        h, mask = ops.joint(f, g, cells, packed, True, 0.5)
+        ops.joint_gradients(h, mask, cells, 2.0)
+        over = (ends, 4) if packed else None
+        rows, cells, emits = ops.loss_rows("loss", x, labels, *lengths, 0, over)
+        lse = ops.logsumexp(rows, emits)
+        found = ops.alignments(rows, emits, lse, cells, 0)
+        ops.gradient(found[2], rows, emits, lse, found, cells, 0)
 
-        def both():
-            cells = ops.joint_cells("joint", f, g, *lengths, (ends, 20) if packed else None)
-            h, mask = ops.joint(f, g, cells, packed, True, 0.5)
-            ops.joint_gradients(h, mask, cells, 2.0)
-            over = (ends, 4) if packed else None
-            rows, cells, emits = ops.loss_rows("loss", x, labels, *lengths, 0, over)
-            lse = ops.logsumexp(rows, emits)
-            found = ops.alignments(rows, emits, lse, cells, 0)
-            ops.gradient(found[2], rows, emits, lse, found, cells, 0)
-
-        return both
-
-    return prepare
+    return both
 
 
-def rotated(shape, rotation):
+@prepared
+def rotated(device, shape, rotation):
     """``rotation`` maps the tensor, and a function that makes others, to what to rotate by."""
+    t = torch.empty(shape, dtype=HALF, device=device)
+    make = functools.partial(torch.empty, device=device)
 
-    def prepare(device):
-        t = torch.empty(shape, dtype=HALF, device=device)
-        make = functools.partial(torch.empty, device=device)
+    def both():
+        cos, sin, places, dim = rotation(t, make)
+        y = rotary.OP.operator(t if t.dim() == 4 else t[:, None], cos, sin, places, dim)
+        rotary.OP.backward_operator(y, [True], cos, sin, places, dim)
 
-        def both():
-            cos, sin, places, dim = rotation(t, make)
-            y = rotary.OP.operator(t if t.dim() == 4 else t[:, None], cos, sin, places, dim)
-            rotary.OP.backward_operator(y, [True], cos, sin, places, dim)
-
-        return both
-
-    return prepare
+    return both
 
 
 def by_angles(t, make):
@@ -410,17 +401,15 @@ def copied(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + lanes, tl.load(x_ptr + lanes))
 
 
-def launching(kernel, grid, **options):
-    def prepare(device):
-        tensors = [torch.empty(65536, device=device) for _ in range(2)]
+@prepared
+def launching(device, kernel, grid, **options):
+    tensors = [torch.empty(65536, device=device) for _ in range(2)]
 
-        def call():
-            with torch.cuda.device(device):
-                kernel[grid](*tensors, **{"BLOCK": 8, **options})
+    def call():
+        with torch.cuda.device(device):
+            kernel[grid](*tensors, **{"BLOCK": 8, **options})
 
-        return call
-
-    return prepare
+    return call
 
 
 def unguarded(device):

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from apex.contrib import optimizers as contrib
 from apex.ops.lists.storage import AUTO, STORAGES
 from apex.ops.lists.tensor_lists import local
-from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
+from apex.optimizers import FusedSGD
 from apex.parallel import LARC
 from tests import checkpoints
-from tests.optimizers.common import EVERY, on
+from tests.optimizers.common import EVERY, WITH_MASTERS, on
 from tests.optimizers.shard_programs import is_in, mesh, spread
 from tests.ranks import error_of
 
@@ -31,15 +31,13 @@ STORED = {  # every optimizer with every storage, and those with masters
         for name, make in EVERY.items()
         for storage in (*STORAGES, AUTO)
     },
-    "FusedMixedPrecisionLamb, masters": functools.partial(
-        FusedMixedPrecisionLamb, lr=0.02, reduced_precision_dtype=torch.bfloat16
-    ),
+    **{
+        f"{make.__name__}, masters": functools.partial(make, lr=0.02, **options)
+        for make, options in WITH_MASTERS.items()
+    },
     "LARC, plain": lambda params: LARC(FusedSGD(params, lr=0.5, momentum=0.9, weight_decay=0.1)),
     "contrib.FusedAdam, plain": lambda params: contrib.FusedAdam(params, lr=0.02),
     "contrib.FusedLAMB, plain": lambda params: contrib.FusedLAMB(params, lr=0.02),
-    "FusedAdam, masters": functools.partial(
-        FusedAdam, lr=0.02, capturable=True, master_weights=True
-    ),
 }
 
 

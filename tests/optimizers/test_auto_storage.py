@@ -1,5 +1,6 @@
 """``storage="auto"``: low bits for bfloat16 weights, plain for others, and checkpoints of both."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from apex.ops.lists.storage import join_bits
 from apex.optimizers import FusedAdam, FusedSGD
+from tests import checkpoints
 from tests.optimizers import common
 from tests.optimizers.common import EVERY, PATHS, give_grads, on, parameters, same, train
 from tests.saved_whole import make as saved_whole
@@ -67,8 +69,11 @@ def goes_on(net, optimizer, others, other):
     assert same(wide(net, optimizer), wide(others, other))
 
 
-def through_dcp(saver, loader, folder):
-    """Save one optimizer, load into another, each with its model."""
+def carried(way, saver, loader, folder):
+    """Save one optimizer, load into another, each with its model: through a file or DCP."""
+    if way == "file":
+        loader[1].load_state_dict(common.through_a_file(saver[1].state_dict()))
+        return
     saved = {"optimizer": get_optimizer_state_dict(*saver)}
     checkpoint.save(saved, checkpoint_id=folder, no_dist=True)
     here = {"optimizer": get_optimizer_state_dict(*loader)}
@@ -100,9 +105,7 @@ def test_each_dtype_is_stepped_in_its_own_way(make, path):
     for (own, optimizer), some in zip(alone.values(), (brain, single), strict=True):
         assert same(some, own)
         for mine, its in zip(some, own, strict=True):
-            assert mixed.state[mine].keys() == optimizer.state[its].keys()
-            pairs = [(mixed.state[mine][key], x) for key, x in optimizer.state[its].items()]
-            assert all(torch.equal(one, two) for one, two in pairs)
+            checkpoints.assert_equal(mixed.state[mine], optimizer.state[its])
 
 
 @every
@@ -111,10 +114,7 @@ def test_each_dtype_is_stepped_in_its_own_way(make, path):
 def test_low_bits_are_saved_and_loaded(make, way, state, tmp_path):
     net, optimizer = trained(make, state=state)
     others, other = trained(make, seed=1, state=state)
-    if way == "DCP":
-        through_dcp((net, optimizer), (others, other), tmp_path)
-    else:
-        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
+    carried(way, (net, optimizer), (others, other), tmp_path)
     goes_on(net, optimizer, others, other)
 
 
@@ -125,11 +125,10 @@ def test_a_plain_checkpoint_is_loaded(make, way, state, tmp_path):
     """Low bits are 0 then: training goes on from the weights of 16 bits."""
     net, optimizer = trained(make, storage="plain", state=state)
     others, other = trained(make, seed=1, state=state, steps=0 if "new" in way else 2)
-    if way == "file":
-        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
-    else:
-        with pytest.warns(UserWarning, match="no low bits, and goes on from the bfloat16 weights"):
-            through_dcp((net, optimizer), (others, other), tmp_path)
+    text = "no low bits, and goes on from the bfloat16 weights"
+    told = contextlib.nullcontext() if way == "file" else pytest.warns(UserWarning, match=text)
+    with told:
+        carried(way, (net, optimizer), (others, other), tmp_path)
     wanted = make([*net.parameters()], storage="auto", state=state)
     wanted.load_state_dict(optimizer.state_dict())
     for param in net.parameters():
@@ -149,10 +148,7 @@ def test_a_plain_checkpoint_is_loaded(make, way, state, tmp_path):
 def test_plain_loads_it(make, way, state, tmp_path):
     net, optimizer = trained(make, state=state)
     others, other = trained(make, seed=1, storage="plain", state=state)
-    if way == "DCP":
-        through_dcp((net, optimizer), (others, other), tmp_path)
-    else:
-        other.load_state_dict(common.through_a_file(optimizer.state_dict()))
+    carried(way, (net, optimizer), (others, other), tmp_path)
     for mine, its in zip(net.parameters(), others.parameters(), strict=True):
         state = {key: x for key, x in optimizer.state[mine].items() if key != "low_bits"}
         assert state.keys() == other.state[its].keys()
@@ -165,13 +161,13 @@ def test_low_bits_of_low_bits(make, tmp_path):
     """Through a file both ways; DCP does not read a key that it does not know; apex warns."""
     net, optimizer = trained(make, storage="low_bits", net=Brain)
     others, other = trained(make, seed=1, net=Brain)
-    other.load_state_dict(common.through_a_file(optimizer.state_dict()))
+    carried("file", (net, optimizer), (others, other), tmp_path)
     goes_on(net, optimizer, others, other)
     back = make([*others.parameters()], storage="low_bits")
     back.load_state_dict(common.through_a_file(other.state_dict()))
     assert same(wide(others, other), wide(others, back))
     with pytest.warns(UserWarning, match='load it into one with storage="low_bits", and pass'):
-        through_dcp((net, optimizer), (others, other), tmp_path)
+        carried("DCP", (net, optimizer), (others, other), tmp_path)
 
 
 def test_an_optimizer_that_1_0_saved():
@@ -192,7 +188,7 @@ def test_without_a_slot_the_key_stays(tmp_path):
         sides.append(trained(functools.partial(FusedSGD, lr=0.1), storage=storage))
     assert "low_bits" in sides[1][1].state_dict()["state"][0]
     with pytest.raises(checkpoint.api.CheckpointException, match="Missing key.*low_bits"):
-        through_dcp(*sides, tmp_path)
+        carried("DCP", *sides, tmp_path)
     net, optimizer = trained(functools.partial(FusedSGD, lr=0.1), steps=0)
     here = {"optimizer": get_optimizer_state_dict(net, optimizer)}
     planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
@@ -243,9 +239,7 @@ def test_moments_that_are_not_finite_come_back():
 def test_copies_and_torchs_state():
     net, optimizer = trained(EVERY["FusedAdam"])
     for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-        for mine, its in zip(optimizer.state.values(), copied.state.values(), strict=True):
-            assert mine.keys() == its.keys()
-            assert all(torch.equal(mine[key], its[key]) for key in mine)
+        checkpoints.assert_equal([*optimizer.state.values()], [*copied.state.values()])
     torchs = optimizer.torch_state_dict()["state"].values()
     for mine, its in zip(optimizer.state.values(), torchs, strict=True):
         assert its.keys() == {"step", "exp_avg", "exp_avg_sq"}

@@ -10,6 +10,7 @@ import torch
 from apex.ops import _runtime
 from apex.ops.lists import metadata, pointer_tables
 from apex.optimizers import FusedAdam, FusedSGD
+from tests.optimizers import common
 from tests.optimizers.common import EVERY
 
 SHAPES = ((4, 4), (5,), (2, 3))
@@ -121,8 +122,7 @@ def _trained(kind, edit, forgets, groups=1, shapes=SHAPES, **options):
             edit(optimizer, params)
         if forgets:
             _forget(optimizer)
-        with _runtime.use("triton"):
-            optimizer.step()
+        common.take_step("triton", optimizer)
     return [*params, *(x for s in optimizer.state.values() for x in s.values())]
 
 
@@ -204,8 +204,7 @@ def test_a_launch_is_not_that_of_other_dtypes():
         with torch.no_grad():
             _ = param.fill_(1.0), grad.fill_(0.5), state.fill_(0.5)
         param.grad = grad.detach()
-        with _runtime.use("triton"):
-            optimizer.step()
+        common.take_step("triton", optimizer)
         assert (param.tolist(), state.tolist()) == ([0.625] * 8, [0.75] * 8)
 
 
@@ -234,8 +233,7 @@ def test_autograd_is_told_of_what_is_written(kind):
         states = [x for state in optimizer.state.values() for x in state.values()]
         before = [x._version for x in (param, *states)]
         loss = (param * param).sum()
-        with _runtime.use("triton"):
-            optimizer.step()
+        common.take_step("triton", optimizer)
         assert all(x._version > was for x, was in zip((param, *states), before, strict=True))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -249,8 +247,7 @@ def test_a_nested_gradient_is_refused_in_words():
     for _ in range(3):
         for param in params:
             param.grad = torch.ones(2, 2)
-        with _runtime.use("triton"):
-            optimizer.step()
+        common.take_step("triton", optimizer)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(2)])
     with _runtime.use("triton"), pytest.raises(TypeError, match="gradient 1 is a nested"):
         optimizer.step_scaled(grads={params[1]: nested})

@@ -894,7 +894,7 @@ every_and_mixed_lamb = pytest.mark.parametrize("make", AND_MIXED_LAMB.values(), 
 
 
 @every_and_mixed_lamb
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_resuming_is_bit_exact(make, dtype):
     """Through a file, into parameters that were loaded too; masters and the rate are saved."""
     params, optimizer = started(make, dtype, steps=3)

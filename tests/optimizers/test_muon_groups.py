@@ -101,6 +101,13 @@ def test_the_last_layer_of_a_head_and_no_part_of_a_block_that_is_called_output()
     }
 
 
+def test_positions_that_a_layer_of_apex_keeps_are_adams():
+    layer = nn.Module()
+    layer.weight, layer.positions = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    layer.__class__ = type("Layer", (nn.Module,), {"__module__": "apex.transformer"})
+    assert matrices(FusedMuon.groups_for(layer, outputs=[])) == {1: ["weight"]}
+
+
 def test_frozen_parameters_are_left_out():
     model = Language()
     model.layer.requires_grad_(requires_grad=False)

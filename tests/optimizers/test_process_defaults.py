@@ -3,7 +3,6 @@
 Programs set both for their models. What is made on the way has a dtype and a device of its own.
 """
 
-import contextlib
 import functools
 
 import amp_C
@@ -12,6 +11,7 @@ import torch
 
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.optimizers import FusedAdam, FusedMixedPrecisionLamb
+from tests.default_programs import default
 from tests.optimizers.common import EVERY, PATHS, give_grads, on, parameters, same, values
 
 SMALL = ((7,), (33, 5), (2000,))
@@ -20,27 +20,13 @@ others = pytest.mark.parametrize("other", OTHERS, ids=str)
 paths = pytest.mark.parametrize("path", PATHS)
 
 
-@contextlib.contextmanager
-def default(other):
-    if isinstance(other, str):
-        with torch.device(other):
-            yield
-        return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(other)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def stepped(make, other, path, dtype):
     params = parameters(dtype, shapes=SMALL)
-    with default(other) if other else contextlib.nullcontext():
+    with default(other):
         optimizer = make(params)
     for number in range(2):
         give_grads(params, number)
-        with on(path), default(other) if other else contextlib.nullcontext():
+        with on(path), default(other):
             optimizer.step()
     return values(params)
 
@@ -70,12 +56,12 @@ def test_a_step(make, other, path, dtype):
 @paths
 def test_norms_and_scaling(other, path):
     results = []
-    for around in (contextlib.nullcontext(), default(other)):
+    for dtype_or_device in (None, other):
         params = parameters(shapes=SMALL)
         give_grads(params, 0)
         grads = [param.grad for param in params]
         flag = torch.zeros(1, dtype=torch.int32)
-        with around, on(path):
+        with default(dtype_or_device), on(path):
             norm, each = amp_C.multi_tensor_l2norm(65536, flag, [grads], True)
             amp_C.multi_tensor_scale(65536, flag, [grads, grads], 0.3)
             total = clip_grad_norm_(params, 1.0)
@@ -88,10 +74,10 @@ def test_norms_and_scaling(other, path):
 @paths
 def test_the_first_step_of_amp_cs_sgd(other, path):
     results = []
-    for around in (contextlib.nullcontext(), default(other)):
+    for dtype_or_device in (None, other):
         columns = [values(parameters(shapes=SMALL, seed=seed)) for seed in range(3)]
         flag = torch.zeros(1, dtype=torch.int32)
-        with around, on(path):
+        with default(dtype_or_device), on(path):
             amp_C.multi_tensor_sgd(
                 65536, flag, columns, 0.1, 0.9, 0.5, 0.1, False, True, False, 1.0
             )

@@ -12,6 +12,7 @@ from apex.ops import _runtime
 from apex.ops.lists import multi_tensor, pointer_tables
 from apex.ops.lists.tensor_norms import square_sums
 from apex.optimizers import FusedAdam
+from tests.optimizers import common
 from tests.optimizers.common import EVERY, give_grads, parameters, train
 
 SMALL = ((7,), (33, 5))
@@ -46,8 +47,7 @@ def stepped():
     train(optimizer, params, range(1), "triton")
 
     def again():
-        with _runtime.use("triton"):
-            optimizer.step()
+        common.take_step("triton", optimizer)
 
     give_grads(params, 1)
     again()
@@ -131,10 +131,9 @@ def test_many_groups_upload_once(built, cache):
     params = parameters(shapes=[(8,)] * 65)
     optimizer = FusedAdam([{"params": [p], "lr": 0.1 + n} for n, p in enumerate(params)])
     train(optimizer, params, range(1), "triton")
-    with _runtime.use("triton"):
-        optimizer.step()
-        built.clear()
-        optimizer.step()
+    common.take_step("triton", optimizer)
+    built.clear()
+    common.take_step("triton", optimizer)
     assert built == []
 
 

@@ -83,8 +83,8 @@ def another_collective_in_backward(rank):
 
 def sums_of_two_heads(rank):
     """A pass leaves alone the sums that it has nothing to add to; zeroed ones count as none."""
-    model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
-    wrapper = DistributedDataParallel(Heads(model), gradient_average=False)
+    model = Heads(nn.Linear(1, 1, bias=False) for _ in range(2))
+    wrapper = DistributedDataParallel(model, gradient_average=False)
     for set_to_none in (True, False, False):
         for head in range(2):
             wrapper(torch.ones(1, 1), head).sum().backward()
@@ -93,15 +93,11 @@ def sums_of_two_heads(rank):
     return [p.detach() for p in model.parameters()] + _grads(model)
 
 
-class Heads(nn.Module):
+class Heads(nn.ModuleList):
     """One of several layers is used at a time."""
 
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
     def forward(self, x, head):
-        return self.layers[head](x)
+        return self[head](x)
 
 
 def sums_that_were_clipped(rank):

@@ -430,19 +430,15 @@ def in_a_group(rank):
 def recomputed(rank, use_reentrant):
     """Layers are recomputed in backward, one of them twice; sums show a second reduction."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-
+    class Net(nn.ModuleList):
         def forward(self, x):
-            for layer in (*self.layers, self.layers[0]):
+            for layer in (*self, self[0]):
                 x = checkpoint(layer, x, use_reentrant=use_reentrant)
             return x
 
     torch.manual_seed(0)
-    model = Net()
-    for layer in model.layers:
+    model = Net(nn.Linear(2, 2, bias=False) for _ in range(3))
+    for layer in model:
         layer.weight.data = _numbers(7, 1, 2, 2)
     bare = copy.deepcopy(model)
     wrapper = DistributedDataParallel(model, message_size=1, gradient_average=False)
@@ -492,16 +488,12 @@ def failing_backward(rank, reduced):
         def backward(ctx, grad):
             raise ValueError("planned")
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-
+    class Net(nn.ModuleList):
         def forward(self, x, fails=False):
-            x = self.first(x)
-            return self.last(Fail.apply(x) if fails else x)
+            x = self[0](x)
+            return self[1](Fail.apply(x) if fails else x)
 
-    model = Net()
+    model = Net(nn.Linear(2, 2, bias=False) for _ in range(2))
     for weight in model.parameters():
         weight.data = _numbers(7, 1, 2, 2)
     wrapper = DistributedDataParallel(model, message_size=1 if reduced else 1000)

@@ -167,8 +167,7 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
     trainings = _trainings(optimizers, "load_state_dict")
     for training in trainings if state_dict or policy else ():
         _refuse_other_policy(policy, training.policy)
-    found = [training.loss_scalers for training in trainings]
-    numbers = [len(scalers) for scalers in found]
+    numbers = [len(training.loss_scalers) for training in trainings]
     if entries and not any(numbers):
         warnings.warn(
             "amp.load_state_dict: nothing was loaded, because there is no loss scale yet. Call "
@@ -183,9 +182,8 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
             "run that was saved.",
             stacklevel=2,
         )
-    for scalers in found:
-        _load(entries, scalers)
     for training in trainings if entries else ():
+        _load(entries, training.loss_scalers)
         training.loaded = next(moments)
 
 

@@ -19,7 +19,6 @@ from apex._compat import private
 from apex.amp import checks, distributed_checkpoint
 from apex.amp.casting import cpu_float16, dispatcher, kept_modules, rules, switches
 from apex.amp.casting import models as modules
-from apex.amp.casting.rules import _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
 from apex.amp.checkpoint import load_state_dict, state_dict
 from apex.amp.gradients import collectives
 from apex.amp.gradients.masters import Values, table
@@ -482,7 +481,7 @@ def reset() -> None:
         distributed_checkpoint.uninstall()
         collectives.uninstall()
     disabled.clear()
-    _USER_CAST_REGISTRY.clear()
-    _USER_PROMOTE_REGISTRY.clear()
+    for registry in rules.REGISTRIES:
+        registry.clear()
     newest.forget()
     newest.verbosity = 1

@@ -74,9 +74,8 @@ def _register(module: Any, name: str, kind: str) -> None:
             f"the method that computes: amp.register_{kind}_function({label}.{name}, 'forward')."
         )
     rules.check_replaceable(module, name, kind)
-    for registry in (_USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY):
-        for entry in [e for e in registry if e[0] is module and e[1] == name]:
-            registry.discard(entry)
+    for registry in rules.REGISTRIES:
+        registry.difference_update([e for e in registry if e[0] is module and e[1] == name])
     registry = _USER_PROMOTE_REGISTRY if kind == "promote" else _USER_CAST_REGISTRY
     registry.add(rules.Registration(module, name, kind))
 

@@ -188,6 +188,7 @@ class OptimizerState:
         "A step at O2" in docs/how-it-works.md goes through it.
         """
         closure = args[0] if args else kwargs.get("closure")
+        counted = None if closure is None else self.overflow.counts.numbers.clone()
         given = self._decide(has_closure=closure is not None)
         if given is None:  # skipped
             return None
@@ -207,12 +208,18 @@ class OptimizerState:
                 else:
                     result = self._inner_step(*args, **kwargs)
             is_written = scaled is not None and bool(scaled.copies)
+            self.is_stepping = True  # also where a wrapper has caught the closure's error
         finally:  # an error in the step or in a hook ends it too
-            self.is_stepping = False
+            has_ended, self.is_stepping = self.is_stepping, False
             casts.forget_weights()
             if scaled is not None and scaled.grads is not None:
                 self.ledger.fused.free()  # type: ignore[union-attr]
-            self.ledger.after_step(is_taken=True, is_written=is_written, inside=inside)
+            if has_ended:
+                self.ledger.after_step(is_taken=True, is_written=is_written, inside=inside)
+            else:  # the closure has raised: no step was made, and gradients stay
+                self.overflow.counts.numbers.copy_(counted)  # type: ignore[arg-type]
+                if inside is not None:
+                    inside.finish()
         return result
 
     def _decide(self, *, has_closure: bool, is_inner: bool = False) -> dict[str, Any] | None:
@@ -299,9 +306,14 @@ class OptimizerState:
         def evaluate() -> Any:
             if inside is None:
                 self.params.write()  # the optimizer may have moved the masters since
-            with off.lifted(), contextlib.nullcontext() if inside is None else inside.paused():
-                loss = closure()
-            self.ledger.collect()
+            self.is_stepping = False
+            with contextlib.nullcontext() if inside is None else inside.paused():
+                with off.lifted():
+                    loss = closure()
+                self.ledger.collect()
+                if self._step_check is not None:
+                    self._step_check.begin(again=True)
+            self.is_stepping = True
             return loss
 
         return evaluate

@@ -97,7 +97,7 @@ class Scale:
             return
         scale = self.loss_scale()
         self.static = None if value else scale
-        self._write(SCALE, scale)
+        self.numbers[SCALE] = float(scale)
 
     def _bounded(self, scale: float) -> float:
         return bounded(scale, self._min_loss_scale, self._max_loss_scale)
@@ -107,22 +107,15 @@ class Scale:
         """Whether reading the state is free; then the host handles the usual case."""
         return self.numbers.device.type == "cpu"
 
-    def _read(self) -> list[float]:
-        values: list[float] = self.numbers.tolist()
-        return values
-
-    def _write(self, index: int, value: float) -> None:
-        self.numbers[index] = float(value)
-
     def loss_scale(self) -> float:
         """The scale as a Python float; waits for the device when the scale is dynamic."""
-        return self.static if self.static is not None else self._read()[SCALE]
+        return self.static if self.static is not None else self.numbers[SCALE].item()
 
     def set(self, scale: float) -> None:
         """Go on from another scale, at once."""
         if self.static is not None:
             self.static = float(scale)
-        self._write(SCALE, scale)
+        self.numbers[SCALE] = float(scale)
 
     def scale_on(self, device: torch.device) -> torch.Tensor | float:
         """The scale to multiply a loss on ``device`` by: a 0-dim tensor there, or a float.
@@ -149,13 +142,13 @@ class Scale:
 
     def entry(self) -> dict[str, float | int]:
         """What ``amp.state_dict`` saves of it."""
-        return {"loss_scale": self.loss_scale(), "unskipped": int(self._read()[CLEAN])}
+        return {"loss_scale": self.loss_scale(), "unskipped": int(self.numbers[CLEAN])}
 
     def load(self, loss_scale: float, unskipped: int) -> None:
         """Go on from what was saved, within the bounds; a static scale stays."""
         if self.dynamic:
             self.set(self._bounded(loss_scale))
-            self._write(CLEAN, unskipped)
+            self.numbers[CLEAN] = float(unskipped)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = {"_state": "numbers", "_static": "static"}  # their names in pickles of 1.0.0
@@ -208,7 +201,7 @@ class Scale:
         if self.static is not None:
             return
         if self._waits_for_nothing and taken is None:
-            values = self._read()
+            values: list[float] = self.numbers.tolist()
             if since is not None and float(since) != values[STEPS]:
                 return
             if values[CLEAN] + 1 < self._scale_seq_len:

@@ -119,10 +119,8 @@ class Training:
         return [w for own in weights if stepped.isdisjoint(map(id, own)) for w in own]
 
     def is_over(self) -> bool:
-        """Whether none of its optimizers, or of its models where it has none, is left to amp."""
-        if self._ledgers:
-            return not any([state.training is self for state in managed_states()])
-        return all(reference() is None for reference, _ in self._models)
+        """Whether it had optimizers, of which none is left to amp."""
+        return bool(self._ledgers) and self not in alive()
 
     def name_of(self, weight: torch.Tensor | None) -> str:
         """The name of a model weight, with the model's number when there are several."""

@@ -14,7 +14,7 @@ what counts as outside.
 
 from __future__ import annotations
 
-import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -186,9 +186,5 @@ def _has_casts(node: Any) -> bool:
 
 def _is_in_grad_scaler() -> bool:
     """Whether a GradScaler steps, which has scaled the loss."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("grad_scaler.py"):
-            return True
-        frame = frame.f_back
-    return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+    return any([file.endswith("grad_scaler.py") for file in files])

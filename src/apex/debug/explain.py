@@ -209,7 +209,7 @@ class _Explanation:
         if self._tape is not None and (not is_shown or after or _is_input(origin)):
             again, inside = self._try_tape()
             if inside is not None and _is_input(origin):
-                prepared = inside if 0 < inside.index <= self._tape.prepared else None
+                prepared = inside if inside.index and inside.module is None else None
             elif inside is not None:
                 run, result, origin, is_shown = self._run_tape, again, inside, True
         if not is_shown:
@@ -422,7 +422,11 @@ def _because(origin: Origin) -> str:
     if origin.kind == "mask":
         return ", which the loss has read: a mask covers a target"
     name = origin.name.removeprefix("aten.").partition(".")[0]
-    if origin.call is None or name not in _SOFTMAXES or not origin.has_nan():
+    if origin.call is None or not origin.has_nan():
+        return ""
+    if name == "mean" and not origin.call[1][0].numel():
+        return ": the mean of no elements"
+    if name not in _SOFTMAXES:
         return ""
     (x, dim), size = origin.call[1][:2], 0
     if isinstance(x, torch.Tensor) and x.dim() and isinstance(dim, int):

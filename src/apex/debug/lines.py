@@ -191,7 +191,7 @@ class Lines(TorchFunctionMode):
         writes = _is_in_place.get(name)
         if writes is None:
             writes = _is_in_place[name] = _ends_in_place(name)
-        if writes or "out" in kwargs:
+        if writes or kwargs.get("out") is not None:  # functions in Python pass out=None
             return self._write(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in _ALIASES and _is_alias(func, args, result):
@@ -202,7 +202,9 @@ class Lines(TorchFunctionMode):
         return result
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target = kwargs.get("out", args[0] if args else None)
+        target = kwargs.get("out")
+        if target is None and args:
+            target = args[0]
         others: list[torch.Tensor] = []
         for one in (*args, *kwargs.values()):
             self._kept(one, others)

@@ -62,7 +62,6 @@ class Tape:
         before: Copies of those of them that are written to.
         aliases: Tensors of memory that the program has elsewhere, too, by ``id``; whether it was
             made.
-        prepared: How many operations of a trace came before the first forward.
     """
 
     items: list[Recorded | Forward] = field(default_factory=list)
@@ -75,7 +74,6 @@ class Tape:
     aliases: dict[int, tuple[Ref[torch.Tensor], bool]] = field(default_factory=dict)
     size: int = 0
     random: list[torch.Tensor] = field(default_factory=random_states)
-    prepared: int = 0
     trace: Trace | None = None
 
     def ref(self, tensor: torch.Tensor) -> Ref[torch.Tensor] | None:
@@ -120,7 +118,7 @@ class Tape:
 
     def run(self, replay: Replay, factor: float = 1.0) -> ReplayResult:
         """Run all again, forward and backward, at ``factor`` times the loss scale."""
-        result, self.prepared = ReplayResult(), 0
+        result = ReplayResult()
         made: dict[int, torch.Tensor] = {}  # by the id of a reference, or of a tensor that is kept
         for tape in self._all():
             made.update({key: one.clone() for key, one in tape.before.items()})
@@ -144,8 +142,6 @@ class Tape:
             now = tensors_of(item.function(*args, **kwargs))
             self._at(None)
         else:
-            if self.trace is not None and not result.outputs:
-                self.prepared = self.trace.count
             call = item.call
             with as_it_was(call):
                 args, kwargs = tree_map(lambda one: self._now(one, made), (call.args, call.kwargs))

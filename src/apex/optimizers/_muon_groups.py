@@ -74,7 +74,8 @@ def _weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
         elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             found = [("weight", 1)]
         elif type(module).__module__.startswith("apex."):
-            found = [(name, 1) for name, _ in module.named_parameters(recurse=False)]
+            named = module.named_parameters(recurse=False)
+            found = [(name, 1) for name, _ in named if not is_outer(name)]
         else:
             continue
         for name, split in found:

@@ -277,9 +277,13 @@ class Sequence:
         self.hand.zero_model()
 
     def edit(self, name):
-        """Of a gradient on a 16-bit weight that its master contains already: has no effect."""
+        """Of a gradient on a 16-bit weight that its master contains already: has no effect.
+
+        Zeros that are written again would count as cleared.
+        """
         grad = self.of(name).grad
-        if name in self.hand.masters and name not in self.hand.new and grad is not None:
+        has_taken = name in self.hand.masters and name not in self.hand.new
+        if has_taken and grad is not None and grad.any():
             grad.mul_(2.0)
 
     def compare(self, *, stepped=False):

@@ -1,12 +1,14 @@
 """Zeros are gradients: momentum and decay move a weight that a pass does not reach."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from apex import amp
 from apex.optimizers import FusedSGD
-from tests.amp.training import scaled_backward
+from tests.amp.training import copies, same, scaled_backward
 
 NUMBERS = [0, 1, 0, 0, 1, 1, 0]  # which expert a pass reaches
 CLEARS = ["optimizer", "model", "hand"]
@@ -35,7 +37,8 @@ def clear(how, model, optimizer):
         {"optimizer": optimizer, "model": model}[how].zero_grad(set_to_none=False)
 
 
-def trained(level, make, how, numbers=NUMBERS, **options):
+def trained(level, make, how, numbers=NUMBERS, also=(), **options):
+    """The weights after each step of ``numbers``, in which a pass for each of ``also`` is first."""
     amp.reset()
     model = Experts()
     optimizer = make(model.parameters(), lr=0.25, momentum=0.5)
@@ -44,8 +47,10 @@ def trained(level, make, how, numbers=NUMBERS, **options):
     found = []
     for number in numbers:
         clear(how, model, optimizer)
-        loss = model(torch.ones(1, 2), number).sum()
-        scaled_backward(loss, optimizer) if level else loss.backward()
+        for one in (*also, number):
+            loss = model(torch.ones(1, 2), one).sum()
+            scaled_backward(loss, optimizer) if level else loss.backward()
+        also = ()
         optimizer.step()
         found += [value.detach().float().clone() for value in model.state_dict().values()]
     return found
@@ -70,6 +75,15 @@ def test_zeros_stay_zeros(level, make, options, how):
     assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.parametrize("how", CLEARS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_zeros_stay_zeros_of_a_weight_that_only_the_first_of_two_passes_reaches(level, how):
+    got, wanted = [
+        trained(one, torch.optim.SGD, how, numbers=[0, 0, 0], also=[1]) for one in (level, None)
+    ]
+    assert all(map(torch.equal, got, wanted))
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_zeros_count_as_clearing_an_overflow(level):
     model = Experts()
@@ -82,6 +96,74 @@ def test_zeros_count_as_clearing_an_overflow(level):
     model(torch.ones(1, 2), 1).sum().backward()
     optimizer.step()
     assert amp.stepped(optimizer)
+
+
+AFTER_AN_OVERFLOW = [  # what the program does; the first step is that of the batch that overflows
+    ["step", "clear", "step"],
+    ["step", "clear", "step", "clear", "step"],
+    ["step", "clear", 1, "step"],
+    ["step", "clear", "plain", "step"],
+    ["clear", "step", "clear", "step"],
+    ["clear", "plain", "step", "clear", 0, "step"],
+]
+
+
+def after_an_overflow(level, make, how, program):
+    """The weights after each event, and which steps were taken; without a level GradScaler's."""
+    amp.reset()
+    model = Experts()
+    optimizer = make(model.parameters(), lr=0.25, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=level is None)
+    if level:
+        amp.initialize(
+            model, optimizer, opt_level=level, loss_scale="dynamic", init_scale=8.0, verbosity=0
+        )
+
+    def one_pass(number, factor=1.0):
+        loss = model(torch.full((1, 2), factor), number).sum()
+        if level:
+            scaled_backward(loss, optimizer)
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+
+    def plain():
+        scale = 1.0 if level else scaler.get_scale()  # by which the step divides
+        (model(torch.ones(1, 2), 1).sum() * scale).backward()
+
+    def step():
+        before = copies(model.state_dict().values())
+        scaler.step(optimizer)  # at a level that is step() of the optimizer
+        scaler.update()
+        now = copies(model.state_dict().values())
+        found.append((now, not same(before, now)))
+
+    events = {
+        "step": step,
+        "clear": lambda: clear(how, model, optimizer),
+        "plain": plain,
+        "overflow": lambda: one_pass(0, torch.inf),
+    }
+    found, before = [], None
+    for event in [0, "step", "clear", 1, "step", "clear", "overflow", *program]:
+        events.get(event, functools.partial(one_pass, event))()
+        if (how, before, event) == ("optimizer", "overflow", "clear"):
+            scaler.update()  # forgets the overflow with the gradients
+        before = event
+    return found
+
+
+@pytest.mark.parametrize("program", AFTER_AN_OVERFLOW, ids=lambda one: " ".join(map(str, one)))
+@pytest.mark.parametrize("how", CLEARS)
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+def test_zeros_after_an_overflow_are_gradients_of_torchs_grad_scaler(make, how, program):
+    """The scaler has unscaled before: so a step is skipped that follows an overflow of a block."""
+    wanted = after_an_overflow(None, torch.optim.SGD, how, program)
+    for level in ("O0", "O1", "O2", "O5"):
+        found = after_an_overflow(level, make, how, program)
+        for (now, has_moved), (values, moves) in zip(found, wanted, strict=True):
+            assert has_moved == moves, level
+            assert same(now, values), level
 
 
 def test_a_fused_step_leaves_no_gradient_to_one_that_sets_them_to_none():

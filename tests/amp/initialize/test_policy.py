@@ -84,6 +84,40 @@ def test_the_innermost_name_counts(level, half):
     assert products(model, x) == {"a": half, "b.0": torch.float32, "b.2": half, "c": half}
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64])
+@pytest.mark.parametrize(("level", "half"), LEVELS.items())
+def test_inputs_of_a_named_module_are_those_of_autocasts_custom_fwd(level, half, dtype):
+    """Which has float8 as float32, too: torch.autocast casts it in the functions of its lists."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, x):
+            seen.append(x.dtype)
+            return x.float()
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append(x.dtype)
+            return x.float()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), Looks()
+
+        def forward(self, x):
+            return self.b(x.to(dtype))
+
+    seen = []
+    x = torch.ones(2, 2, device="cpu", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        Function.apply(x.to(dtype))
+    model, _ = made(level, Outer(), policy(half, b="float32"))
+    model(x)
+    assert seen[0] == seen[1]
+
+
 def test_a_product_beyond_float16_is_finite_where_it_is_named():
     """At O1; the effect of a policy on a training."""
     big = Net()

@@ -1,5 +1,6 @@
 """What an initialised optimizer can still do."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -12,6 +13,7 @@ from torch import nn
 
 from apex import amp
 from apex.amp.scaler import LossScaler
+from apex.optimizers import FusedSGD
 from tests.amp.training import (
     MASTERED,
     backward,
@@ -88,6 +90,58 @@ def test_closures_are_refused_where_a_step_can_be_skipped(level):
         optimizer.step(lambda: 1.0)
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(closure=lambda: 1.0)
+
+
+class WithCodeInIt(torch.optim.SGD):
+    """A subclass: code of the program runs in its step."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD, WithCodeInIt])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_closure_that_raises_is_no_step(level, make):
+    """As in plain torch, what it wrote stays: gradients, and weights."""
+    model, optimizer = row(level, make)
+    errors = [None, KeyError("a batch")]
+
+    def closure():
+        optimizer.zero_grad()
+        block(model, optimizer)
+        if error := errors.pop(0):
+            with torch.no_grad():
+                model.weight.fill_(-5.0)
+            raise error
+
+    optimizer.step(closure)
+    with pytest.raises(KeyError, match="a batch"):
+        optimizer.step(closure)
+    assert amp.outcome(optimizer).numbers()[:3] == (True, 1, 0)
+    assert optimizer._amp_stash.ledger.steps == 1
+    assert value(model) == [-5.0, -5.0]
+    optimizer.step()
+    assert amp.outcome(optimizer).numbers()[:3] == (True, 2, 0)
+    assert value(model) == [-6.0, -6.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_wrapper_may_go_on_after_its_closure_has_raised(level):
+    class Forgiving(torch.optim.SGD):
+        def step(self, closure):
+            with contextlib.suppress(KeyError):
+                closure()
+            return super().step()
+
+    model, optimizer = row(level, Forgiving)
+
+    def closure():
+        block(model, optimizer)
+        raise KeyError
+
+    optimizer.step(closure)
+    assert amp.outcome(optimizer).numbers()[:3] == (True, 1, 0)
+    assert value(model) == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])

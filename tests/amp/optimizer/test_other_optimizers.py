@@ -107,6 +107,79 @@ def test_an_optimizer_that_never_changes_anything_is_refused(level):
         optimizer.step()
 
 
+class WithoutOutliers(torch.optim.Optimizer):
+    """Leaves the element with the largest gradient alone; it moves no version, either."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                size = param.grad.abs()
+                used = torch.where(size == size.max(), 0.0, param.grad)
+                param.data = param.data - group["lr"] * used
+
+
+@mastered
+def test_an_optimizer_may_leave_the_largest_gradient_alone_and_a_hook_clamp_its_weight(level):
+    model, optimizer = row(level, WithoutOutliers)
+    model.load_state_dict({"weight": torch.tensor([[4.0, 4.0]])})
+
+    @torch.no_grad()
+    def clamp(*_):
+        model.weight.clamp_(max=2.0)
+
+    optimizer.register_step_post_hook(clamp)
+    scaled_backward(model(torch.tensor([[1.0, 8.0]])).sum(), optimizer)
+    optimizer.step()
+    assert value(model) == [2.0, 2.0]
+    optimizer.zero_grad()
+    scaled_backward(model(torch.tensor([[1.0, 8.0]])).sum(), optimizer)
+    optimizer.step()
+    assert value(model) == [1.0, 2.0]
+
+
+class OwnMatrices(torch.optim.Optimizer):
+    """Steps matrices of a list of its own, and what else is in its groups by an inner optimizer."""
+
+    def __init__(self, params, lr):
+        params = list(params)
+        self.matrices = [param for param in params if param.dim() == 2]
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for param in self.matrices:
+            param.sub_(param.grad)
+        for param in self.param_groups[0]["params"][len(self.matrices) :]:
+            param.sub_(param.grad)
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@mastered
+def test_an_optimizer_that_steps_some_weights_instead_of_their_masters_is_refused(
+    level, bias, has_closure
+):
+    amp.reset()
+    model = torch.nn.Linear(2, 1, bias=bias)
+    optimizer = OwnMatrices(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+
+    def backward():
+        optimizer.zero_grad()
+        block(model, optimizer)
+
+    if not has_closure:
+        backward()
+    with pytest.raises(RuntimeError, match="did not change the float32 masters"):
+        optimizer.step(*[backward] * has_closure)
+
+
 # -- one inside of another ------------------------------------------------------------------------
 
 

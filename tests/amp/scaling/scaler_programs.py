@@ -38,6 +38,17 @@ def two():
     return DeviceMesh("cpu", list(USERS))
 
 
+def on_two(program):
+    """Run a program on the mesh of two ranks alone; the others answer ``None``."""
+
+    @functools.wraps(program)
+    def run(rank, *args):
+        mesh = two()
+        return program(rank, mesh, *args) if rank in USERS else None
+
+    return run
+
+
 def leaf(*shape, seed=0, dtype=torch.float32):
     value = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return nn.Parameter(value.to(dtype))
@@ -85,11 +96,9 @@ def _same(a, b):
 # -- (a) to (e) ------------------------------------------------------------------------------------
 
 
-def float16_shards(rank, kind):
+@on_two
+def float16_shards(rank, mesh, kind):
     """(a): parameters and gradients in float16, of fully_shard; an overflow in the second step."""
-    mesh = two()
-    if rank not in USERS:
-        return None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).half()
     alone = copy.deepcopy(model)
@@ -115,11 +124,9 @@ def float16_shards(rank, kind):
     return found, weights, [p.detach() for p in alone.parameters()]
 
 
-def mixed_kinds(rank, kind):
+@on_two
+def mixed_kinds(rank, mesh, kind):
     """(b): a DTensor and plain tensors in one optimizer; only the shard of rank 1 overflows."""
-    mesh = two()
-    if rank not in USERS:
-        return None
     params = [placed(leaf(4, 3), mesh, Shard(0)), leaf(3, seed=1)]
     alone = [leaf(4, 3), leaf(3, seed=1)]
     scaler, found = kind("cpu", init_scale=SCALE), []
@@ -137,11 +144,9 @@ def mixed_kinds(rank, kind):
     return found, [whole(p) for p in params], [p.detach() for p in alone]
 
 
-def no_gradients(rank, clip):
+@on_two
+def no_gradients(rank, mesh, clip):
     """(c): rank 0 has no gradient, in the second step rank 1 overflows; the norm if clipped."""
-    mesh = two()
-    if rank not in USERS:
-        return None
     params = [placed(leaf(4, 3), mesh, Shard(0)), placed(leaf(2, 2), mesh, Shard(1))]
     optimizer = FusedSGD(params, lr=0.5)
     scaler, found, norms = OURS("cpu", init_scale=SCALE), [], []
@@ -192,11 +197,9 @@ def over_tp_with_amp(rank):
     return found
 
 
-def replicas_that_differ(rank, kind):
+@on_two
+def replicas_that_differ(rank, mesh, kind):
     """(e): gradients of replicas of which only that of rank 0 is finite."""
-    mesh = two()
-    if rank not in USERS:
-        return None
     param = placed(leaf(3), mesh, Replicate())
     local = torch.full((3,), SCALE)
     param.grad = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
@@ -208,11 +211,9 @@ def replicas_that_differ(rank, kind):
 # -- more than one kind of group -------------------------------------------------------------------
 
 
-def parts_of_a_sum(rank):
+@on_two
+def parts_of_a_sum(rank, mesh):
     """A Partial gradient: the sum is finite, or overflows though each part is finite."""
-    mesh = two()
-    if rank not in USERS:
-        return None
     found = []
     for size in (2.0, 3e38):
         param = placed(leaf(3), mesh, Replicate())
@@ -285,11 +286,9 @@ def norm_over_all(rank, order, make):
     return norm, expected, [whole(p) for p in params], [p.detach() for p in exact]
 
 
-def plain_beside_sharded(rank):
+@on_two
+def plain_beside_sharded(rank, mesh):
     """Two optimizers of one scaler, one of plain tensors: scales where that one overflows."""
-    mesh = two()
-    if rank not in USERS:
-        return None
     found = []
     plain, shards = leaf(2), placed(leaf(4), mesh, Shard(0))
     both = [torch.optim.SGD([plain], lr=0.5), torch.optim.SGD([shards], lr=0.5)]
@@ -334,11 +333,9 @@ def two_worlds(rank):
     return said, untouched
 
 
-def outsiders(rank):
+@on_two
+def outsiders(rank, mesh):
     """Two ranks train with a policy in float16; the others never call anything."""
-    mesh = two()
-    if rank not in USERS:
-        return None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

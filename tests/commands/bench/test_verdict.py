@@ -33,6 +33,11 @@ def _one(*runs, **others):
     return found
 
 
+def answered(*runs, **report):
+    of = of_runs(*runs, **report)
+    return answers(of, verdicts(of))
+
+
 def _beside_o0(name="O4", ms=FAST, accuracy=None, **others):
     alike = {"test_loss": (), **others}
     return _one(
@@ -591,8 +596,7 @@ def test_the_answer(levels, said):
     runs = level("O0", accuracy=RIGHT)
     for place, (name, (ms, accuracy, others)) in enumerate(levels.items()):
         runs += level(name, ms, accuracy, {"losses": (2.0, 1.0 + place) * 30, **others})
-    of = of_runs(*runs)
-    assert answers(of, verdicts(of)) == [said]
+    assert answered(*runs) == [said]
 
 
 SLOW = (3.0, 3.2, 2.9)
@@ -619,8 +623,7 @@ NO_HALF = {**made.CPU["device"], "half_types": [
     ],
 )  # fmt: skip
 def test_where_no_level_was_faster_the_advice_is_float32_and_the_known_reason(runs, said):
-    of = of_runs(*runs, environment={**made.CPU, "device": NO_HALF})
-    assert answers(of, verdicts(of)) == [said]
+    assert answered(*runs, environment={**made.CPU, "device": NO_HALF}) == [said]
     native = of_runs(*runs)  # of bfloat16, why is not known
     (found,) = answers(native, verdicts(native))
     assert found.endswith("This CPU has no float16 arithmetic.")
@@ -632,8 +635,7 @@ def _alike(*times):
     names = ("O4", "O5", "native-bf16")
     runs = [r for name, ms in zip(names, times, strict=False)
             for r in level(name, ms, RIGHT, {**HALF, **DIFFERENT})]  # fmt: skip
-    of = of_runs(*level("O0", accuracy=RIGHT), *runs)
-    (said,) = answers(of, verdicts(of))
+    (said,) = answered(*level("O0", accuracy=RIGHT), *runs)
     return said.partition(" of the memory")[::2]
 
 
@@ -669,25 +671,22 @@ def test_of_levels_that_compute_the_same_the_fastest_is_named_and_all_that_tie(t
 
 
 def test_levels_that_compute_something_else_do_not_tie():
-    of = of_runs(
+    (said,) = answered(
         *level("O0", accuracy=RIGHT),
         *level("O4", (0.5, 0.55, 0.44), RIGHT, DIFFERENT),
         *level("O5", (0.49, 0.54, 0.45), RIGHT, {"losses": (3.0,) * 60}),
     )
-    assert answers(of, verdicts(of))[0].startswith("Take bfloat16 (O5): it trains 2.03 times as ")
+    assert said.startswith("Take bfloat16 (O5): it trains 2.03 times as ")
 
 
 def test_the_names_of_levels_that_tie_are_in_the_answer_where_memory_differs():
     more = {"peak_bytes": round(1.1 * HALF["peak_bytes"])}
-    of = of_runs(
+    (said,) = answered(
         *level("O0", accuracy=RIGHT),
         *level("O4", (0.5, 0.55, 0.45), RIGHT, {**HALF, **DIFFERENT}),
         *level("O5", (0.5, 0.55, 0.45), RIGHT, {**more, **DIFFERENT}),
     )
-    assert (
-        "(O4 or O5): it trains 2.00 times as fast here in 0.50 to 0.55 of the memory."
-        in (answers(of, verdicts(of))[0])
-    )
+    assert "(O4 or O5): it trains 2.00 times as fast here in 0.50 to 0.55 of the memory." in said
 
 
 def test_levels_that_compute_the_same_are_one_comparison():
@@ -723,11 +722,10 @@ def test_on_a_busy_machine_there_is_no_advice(waited):
 def test_a_quick_run_names_what_would_decide(task, option):
     quick = {"quick": True, "task": task}
     unsure = (98.4, 98.0, 98.2)
-    of = of_runs(
+    (said,) = answered(
         *level("O0", accuracy=RIGHT, **quick),
         *level("O4", FAST, unsure, {**SAME, **DIFFERENT}, **quick),
     )
-    (said,) = answers(of, verdicts(of))
     assert said == (
         "bfloat16 (O4) trains 1.95 times as fast here. Accuracy 98.2 beside 98.2 %: between 0.86 "
         "points lower and 0.86 points higher (95 %, 3 seeds); to decide, run `apex "
@@ -748,8 +746,8 @@ SHORT = {"step_ms": (1.0,) * 4, "losses": (1.0,) * 4, "blocks": (0,)}  # of 60 p
     ],
 )  # fmt: skip
 def test_no_answer_for_the_steps_names_them_and_what_cut_them(changes, report, said):
-    of = of_runs(*level("O0", others=changes), *level("O4", FAST, others=changes), **report)
-    assert answers(of, verdicts(of)) == [said]
+    runs = [*level("O0", others=changes), *level("O4", FAST, others=changes)]
+    assert answered(*runs, **report) == [said]
 
 
 def test_no_answer_for_the_seeds_says_what_left_them_out():
@@ -763,9 +761,8 @@ def test_no_answer_for_the_seeds_says_what_left_them_out():
     assert marks(dataclasses.replace(of, seconds=12.0)) == [said + why]
     single = {"step_ms": (1.0,) * 6, "losses": (1.0,) * 6, "blocks": (0, 5)}  # one in round 2
     runs = [without(level(name)[0], **single) for name in ("O0", "O4")]
-    of = of_runs(*runs, left_out=4, budget_s=9.0)
     said = "No answer: the time budget cut the trainings to 6 steps, too few to compare."
-    assert answers(of, verdicts(of)) == [said]
+    assert answered(*runs, left_out=4, budget_s=9.0) == [said]
     cells = [cell(name, seed=seed) for seed in range(3) for name in ("O0", "O4")]
     of = made.report(cells, two)
     assert answers(of, verdicts(of)) == [
@@ -776,40 +773,36 @@ def test_no_answer_for_the_seeds_says_what_left_them_out():
 def test_no_answer_where_o0_failed_at_a_seed_says_what_o0_did():
     base = level("O0")
     base[1] = without(base[1], status="out of memory", **made.NOTHING)
-    of = of_runs(*base, *level("O4", FAST))
-    assert answers(of, verdicts(of)) == [
+    assert answered(*base, *level("O4", FAST)) == [
         "No answer: only 2 of 3 seeds can be compared (O0: out of memory (1 of 3))."
     ]
 
 
 def test_torchs_autocast_and_tf32_stand_beside_the_level_that_is_advised():
-    of = of_runs(
+    (said,) = answered(
         *level("O0", accuracy=RIGHT, tf32=False),
         *level("O0", (0.6, 0.66, 0.54), RIGHT, DIFFERENT, tf32=True),
         *level("O4", (0.5, 0.55, 0.45), RIGHT, DIFFERENT, tf32=False),
         *level("native-bf16", (0.52, 0.572, 0.468), RIGHT, DIFFERENT, tf32=False),
     )
-    (said,) = answers(of, verdicts(of))
     assert "(O4 TF32 off): it trains 2.00 times as fast here in 0.85 of the memory (TF32 alone: " \
         "1.67; torch's own autocast: 1.92). " in said  # fmt: skip
 
 
 def test_tf32_alone_may_be_the_answer():
-    of = of_runs(
+    (said,) = answered(
         *level("O0", accuracy=RIGHT, tf32=False),
         *level("O0", (0.6, 0.66, 0.54), RIGHT, DIFFERENT, tf32=True),
     )
-    (said,) = answers(of, verdicts(of))
     assert said.startswith("Take TF32 (O0 TF32 on): it trains 1.67 times as fast here. Accuracy ")
 
 
 def test_a_level_that_learnt_nothing_is_not_taken():
     guess = {"chance": 97.9, "test_loss": ()}
-    of = of_runs(
+    (said,) = answered(
         *level("O0", accuracy=(99.3, 99.2, 99.4), others=guess),
         *level("O4", FAST, (98.0, 99.6, 98.4), {**DIFFERENT, **guess}),
     )
-    (said,) = answers(of, verdicts(of))
     assert said.startswith("bfloat16 (O4) trains 1.95 times as fast here")
     assert said.endswith("But O4's accuracy is at chance level: guessing gets 97.9 % right.")
 
@@ -866,10 +859,10 @@ def _notes(base, mine, *, enough=True):
 
 
 def test_two_seeds_or_o0_alone_have_no_answer():
-    of = of_runs(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5)))
-    assert answers(of, verdicts(of)) == ["No answer: 2 seeds are too few to compare (`--seeds 3`)."]
-    of = of_runs(*level("O0"))
-    assert answers(of, verdicts(of)) == ["No answer: O0 and another level are needed."]
+    assert answered(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5))) == [
+        "No answer: 2 seeds are too few to compare (`--seeds 3`)."
+    ]
+    assert answered(*level("O0")) == ["No answer: O0 and another level are needed."]
 
 
 def test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged():
@@ -886,14 +879,12 @@ def test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged():
 )
 def test_beside_an_o0_that_did_not_train_there_is_no_answer(status, losses):
     base = level("O0", accuracy=(10.0,) * 3, others={"status": status, "losses": losses})
-    of = of_runs(*base, *level("O4", FAST, RIGHT))
-    assert answers(of, verdicts(of)) == [f"No answer: O0: {status} (3 of 3)."]
+    assert answered(*base, *level("O4", FAST, RIGHT)) == [f"No answer: O0: {status} (3 of 3)."]
 
 
 def test_each_task_and_batch_size_has_an_answer():
     runs = [r for batch in (128, 256) for name in ("O0", "O4") for r in level(name, batch=batch)]
-    of = of_runs(*runs)
-    found = answers(of, verdicts(of))
+    found = answered(*runs)
     assert [line.partition(":")[0] for line in found] == [
         "digits-cnn, batch 128",
         "digits-cnn, batch 256",

@@ -123,11 +123,7 @@ def test_a_later_batch_that_asks_for_a_smaller_scale_judges_the_others_again():
     result = what_if(model, lambda m, b: (m(x) * b).sum(), factors, formats=["float16"])
     assert result.ranges.scale == 2.0**15
     worst = result.layers[0].verdicts["float16"]
-    assert (worst.state, worst.batch, worst.result) == (
-        "not safe",
-        0,
-        "weight gradient",
-    )
+    assert (worst.state, worst.batch, worst.result) == ("not safe", 0, "weight gradient")
     assert result.ranges.small == (7, 8)
 
 
@@ -561,40 +557,29 @@ def test_an_empty_batch_decides_nothing():
     )
 
 
-class Sometimes(nn.Module):
+class Sometimes(nn.Sequential):
     """Calls its second layer for some batches only."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
     def forward(self, x):
-        return self.b(self.a(x)) if x[0, 0] > 0 else self.a(x)
+        return self[1](self[0](x)) if x[0, 0] > 0 else self[0](x)
 
 
 def test_a_layer_that_was_seen_in_fewer_than_8_batches_is_not_decided():
     torch.manual_seed(0)
     listed = [(-1.0) ** n * torch.ones(4, 8, **ON) for n in range(10)]
-    result = what_if(Sometimes(), lambda m, x: m(x).square().mean(), listed)
-    assert found(result, "not decided") == dict.fromkeys(result.formats, ["b"])
-    assert found(result, "safe")["bfloat16"] == ["a"]
+    model = Sometimes(nn.Linear(8, 8), nn.Linear(8, 8))
+    result = what_if(model, lambda m, x: m(x).square().mean(), listed)
+    assert found(result, "not decided") == dict.fromkeys(result.formats, ["1"])
+    assert found(result, "safe")["bfloat16"] == ["0"]
     assert len(result.layers[1].batches) == 5
-    assert "bfloat16 is not decided for `b` (below 8 batches)." in result.answer
-    assert "; it is not decided for `b` (below 8 batches)." in result.answer
+    assert "bfloat16 is not decided for `1` (below 8 batches)." in result.answer
+    assert "; it is not decided for `1` (below 8 batches)." in result.answer
     assert "1 of 2 linear layers is safe, 1 not decided." in result.answer
 
 
-class Unmultiplied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.norm(x)
-
-
 def test_a_model_without_products_is_not_called_safe():
-    result = what_if(Unmultiplied(), lambda m, b: m(b[0]).square().mean(), batches())
+    model = nn.Sequential(nn.LayerNorm(16))
+    result = what_if(model, lambda m, b: m(b[0]).square().mean(), batches())
     assert result.answer == "Nothing was measured: no layer with a product gave any numbers."
     assert not result.is_decided
     with pytest.raises(ValueError, match="of 8 none is decided"):

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp.casting.dispatcher import caster, operator, skip_frames
+from apex.amp.casting.dispatcher import caster, operator, skip_frames, tensors_in
 
 _Kernel = Callable[..., Any]
 
@@ -42,6 +42,7 @@ _RECURRENT = tuple(
     for overload in ("input", "data")
 )
 
+_OTHERS = (torch.bfloat16, torch.float32, torch.float64)
 _wide = caster(torch.float32, (torch.float16,))
 _lock = threading.Lock()
 _thread = threading.local()
@@ -170,9 +171,7 @@ def _recurrent_kernel(call: _Kernel) -> _Kernel:
     def kernel(keys: Any, first: torch.Tensor, *rest: Any) -> Any:
         if first.dtype is not half or not _is_on or private.forward_ad._current_level >= 0:
             return call(keys, first, *rest)
-        lists = [value if isinstance(value, (list, tuple)) else [value] for value in rest]
-        others = [t for values in lists for t in values if isinstance(t, torch.Tensor)]
-        if any(tensor.is_floating_point() and tensor.dtype is not half for tensor in others):
+        if [*tensors_in(rest, _OTHERS)]:
             return call(keys, first, *rest)  # torch's own error
         return _rounded(call(keys, first.float(), *map(_wide, rest)))
 

@@ -18,9 +18,9 @@ Source of the lists: the op table that torch 2.13 ships for CUDA, and ``apex.amp
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from apex.amp.casting.containers import with_items
 from apex.amp.levels import HALF_TYPES
 
 CASTABLE = (torch.float32, *HALF_TYPES)
+_FLOAT16 = (torch.float16,)
 
 _Cast = Callable[[Any], Any]
 _Convert = Callable[[Any], _Cast]  # from all arguments, what converts one
@@ -51,13 +52,14 @@ _FLOAT_ON_CPU = (
     "upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec"
 )
 _HALF_ON_CPU = (
-    "addmv addr mv einsum chain_matmul linalg_multi_dot "
+    "lstm.input lstm.data addmv addr mv einsum chain_matmul linalg_multi_dot "
     "gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data "
     "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
 _LSTM = "lstm.input lstm.data"
+_NESTED = "_nested_tensor_from_mask_left_aligned"
 _PROMOTE_ON_CPU = "addcdiv addcmul atan2"
-_ONE_TYPE_ON_CPU = "bilinear dot vdot linalg_cross tensordot index_put scatter_add"
+_ONE_TYPE = "bilinear dot vdot linalg_cross tensordot index_put scatter_add"
 _REFUSED_IN_PLACE = (
     "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ erfinv_ "
     "pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_"
@@ -97,37 +99,32 @@ def uninstall() -> None:
 def _register_all(library: torch.library.Library, dtype: torch.dtype) -> None:
     """Register what casts to bfloat16 need, or what those to float16 need in addition."""
     if dtype == torch.bfloat16:
-        _register(library, _ONE_TYPE_ON_CPU, "AutocastCPU", _to_widest, HALF_TYPES)
+        _register(library, _ONE_TYPE, "AutocastCPU", partial(_casting, _to_widest, HALF_TYPES))
         if not private.is_mkldnn_bf16_supported():
-            _register(library, _LSTM, "AutocastCPU", _to_half, HALF_TYPES)
-        _register_unaligned(library)
+            _register(library, _LSTM, "AutocastCPU", partial(_casting, _to_half, HALF_TYPES))
+        _register(library, _NESTED, "AutocastCPU", _unnested)
         return
     for device in switches.device_types():
         key = f"Autocast{device.upper()}"
-        _register(library, _REFUSED_IN_PLACE, key, None)
-        _register(library, _FLOAT_EVERYWHERE, key, _to_float)
-    _register(library, _FLOAT_ON_CPU, "AutocastCPU", _to_float)
-    _register(library, f"{_LSTM} {_HALF_ON_CPU}", "AutocastCPU", _to_half)
-    _register(library, _PROMOTE_ON_CPU, "AutocastCPU", _to_widest)
+        _register(library, _REFUSED_IN_PLACE, key, _refusing)
+        _register(library, _FLOAT_EVERYWHERE, key, partial(_casting, _to_float, _FLOAT16))
+    _register(library, _FLOAT_ON_CPU, "AutocastCPU", partial(_casting, _to_float, _FLOAT16))
+    _register(library, _HALF_ON_CPU, "AutocastCPU", partial(_casting, _to_half, _FLOAT16))
+    _register(library, _PROMOTE_ON_CPU, "AutocastCPU", partial(_casting, _to_widest, _FLOAT16))
 
 
-def _register(
-    library: torch.library.Library,
-    names: str,
-    key: str,
-    cast: _Convert | None,
-    dtypes: tuple[torch.dtype, ...] = (torch.float16,),
-) -> None:
-    """Give the operators kernels that cast; with ``None``, that refuse to write in place."""
+def _register(library: Any, names: str, key: str, make: Callable[[Any, Any, str], Any]) -> None:
+    """Give the operators that torch does not cast kernels, made of operator, keys and device."""
     dispatch_key = getattr(private.DispatchKey, key, None)
     if dispatch_key is None:  # a backend whose autocast has no key of its own
         return
+    device = key.removeprefix("Autocast").lower()
     for name in names.split():
         op = operator(name)
         if op is not None and not _has_kernel(op, key):
-            keys = private.DispatchKeySet(dispatch_key)
-            kernel = _casting(op, keys, key, cast, dtypes) if cast else _refusing(op, keys)
-            library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+            kernel = make(op, private.DispatchKeySet(dispatch_key), device)
+            skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
+            library.impl(name, kernel, key)
 
 
 def operator(name: str) -> Any:
@@ -141,13 +138,12 @@ def _has_kernel(op: Any, key: str) -> bool:
 
 
 def _casting(
-    op: Any, keys: Any, key: str, cast: _Convert, dtypes: tuple[torch.dtype, ...]
+    cast: _Convert, dtypes: tuple[torch.dtype, ...], op: Any, keys: Any, device: str
 ) -> Callable[..., Any]:
     """A kernel that casts where autocast is to one of ``dtypes``; else it passes the call on."""
     below = private.ExcludeDispatchKeyGuard
     composite = private.DispatchKey.CompositeImplicitAutograd
     is_composite = _has_kernel(op, composite.name)
-    device = key.removeprefix("Autocast").lower()
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         # In a trace this thread's casts may be another model's; autocast's type is the traced one.
@@ -161,31 +157,27 @@ def _casting(
         with below(keys):
             return op(*args, **kwargs)
 
-    skip_frames(kernel)  # met by Dynamo where a graph breaks, as at nn.LSTM
     return kernel
 
 
-def _register_unaligned(library: torch.library.Library) -> None:
+def _unnested(op: Any, keys: Any, device: str) -> Callable[..., Any]:
     """Have ``nn.TransformerEncoder`` make no nested tensor of a padded batch in evaluation.
 
     torch makes none under autocast on a GPU. On a CPU it does, and then bfloat16 products meet
     float32 norms, which is an error. It asks this function whether it can.
     """
-    op, key = operator("_nested_tensor_from_mask_left_aligned"), private.DispatchKey.AutocastCPU
-    if op is None or _has_kernel(op, key.name):
-        return
-    keys, below = private.DispatchKeySet(key), private.ExcludeDispatchKeyGuard
+    below = private.ExcludeDispatchKeyGuard
 
     def kernel(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
-        if switches.current() is not None and torch.get_autocast_dtype("cpu") in HALF_TYPES:
+        if switches.current() is not None and torch.get_autocast_dtype(device) in HALF_TYPES:
             return False
         with below(keys):
             return bool(op(tensor, mask))
 
-    library.impl(op.name(), kernel, key.name)  # type: ignore[no-untyped-call]
+    return kernel
 
 
-def _refusing(op: Any, keys: Any) -> Callable[..., Any]:
+def _refusing(op: Any, keys: Any, device: str) -> Callable[..., Any]:
     """A kernel that refuses to write a result that belongs in float32 into a 16-bit tensor."""
     below = private.ExcludeDispatchKeyGuard
     name = op.overloadpacket.__name__
@@ -202,7 +194,6 @@ def _refusing(op: Any, keys: Any) -> Callable[..., Any]:
         with below(keys):
             return op(tensor, *args, **kwargs)
 
-    skip_frames(kernel)
     return kernel
 
 
@@ -263,7 +254,7 @@ def _to_half(arguments: Any) -> _Cast:
 
 def _to_widest(arguments: Any) -> _Cast:
     dtypes = {tensor.dtype for tensor in tensors_in(arguments, (torch.float64, *CASTABLE))}
-    return caster(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
+    return caster(reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
 
 
 def skip_frames(*functions: Any) -> None:

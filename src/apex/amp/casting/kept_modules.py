@@ -47,33 +47,31 @@ def read(
             f"amp.initialize: policy had {len(listed)} entries for {len(models)} models. Pass a "
             "list with one for each model, None for a model without."
         )
-    sections = [{} if one is None else precision_file.read(one) for one in listed]
+    sections = [None if one is None else precision_file.read(one) for one in listed]
     kept = [
-        {} if one is None else _of_model(formats, model, properties)
-        for one, formats, model in zip(listed, sections, models, strict=True)
+        {} if formats is None else _of_model(formats, model, properties)
+        for formats, model in zip(sections, models, strict=True)
     ]
     if verbose:
-        _log(kept, {name for formats in sections for name in formats}, properties)
+        _log(kept, {name for formats in sections for name in formats or ()}, properties)
     return kept
 
 
 def saved(kept: Sequence[Kept]) -> list[dict[str, str]] | None:
     """The policies of the models as plain values, for a checkpoint; None if they keep nothing."""
-    if not any(kept):
-        return None
-    return [
-        {name: str(dtype).removeprefix("torch.") for name, dtype in one.items()} for one in kept
-    ]
+    return [_plain(one) for one in kept] if any(kept) else None
+
+
+def _plain(kept: Kept) -> dict[str, str]:
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in kept.items()}
 
 
 def _log(kept: Sequence[Kept], formats: set[str], properties: Properties) -> None:
     own = _NAMES[properties.half_dtype]
-    names = [f"{n}={str(dtype).removeprefix('torch.')}" for one in kept for n, dtype in one.items()]
+    names = [f"{name}={dtype}" for one in kept for name, dtype in _plain(one).items()]
     others = ", ".join(sorted(formats - {own}))
-    text = f"policy                 : {', '.join(names) or f'all in {own}'}"
-    _speech.say(
-        text + (f" (passed over, since the level computes in {own}: {others})" if others else "")
-    )
+    note = f" (passed over, since the level computes in {own}: {others})" if others else ""
+    _speech.say(f"policy                 : {', '.join(names) or f'all in {own}'}{note}")
 
 
 def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Properties) -> Kept:
@@ -84,9 +82,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
             f"{properties.opt_level} computes; it has {', '.join(formats) or 'nothing'}. Run "
             f"apex what-if with --formats {own}."
         )
-    known: dict[str, torch.nn.Module] = {}
-    for name, module in precision_file.named_modules(model):
-        known.setdefault(name, module)
+    known = precision_file.by_name(model)
     entries: Mapping[str, Any] = formats[own]["modules"]
     unknown = [name for name in entries if not name or name not in known]
     if unknown:
@@ -212,17 +208,14 @@ def install(model: torch.nn.Module, kept: Kept, casts: Casts | None, half: torch
     """Put hooks on the modules in ``kept``; return what knows whether they were called."""
     calls = Calls(model, list(kept))
     types = {name: dtype for name, _, dtype in types_of(model, kept)}
-    seen: set[str] = set()
-    for name, module in precision_file.named_modules(model):
-        if name not in kept or name in seen:
-            continue
-        seen.add(name)  # what a wrapper holds has its name, and is called by it
+    modules = precision_file.by_name(model)
+    for name in kept:
         around = types[name.rpartition(".")[0]] or half
         is_plain = casts is not None and around != torch.float32  # there functions cast
         enter = EnterKept(name, calls, kept[name], casts)
         leave = LeaveKept(enter, None if is_plain else around)
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, always_call=True)
+        modules[name].register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        modules[name].register_forward_hook(leave, always_call=True)
     return calls
 
 

@@ -2,8 +2,7 @@
 
 The casts happen in torch's dispatcher, where Python sees nothing. So a ``TorchFunctionMode``
 watches the calls (a few microseconds each) and says which casts the lists call for:
-``Float->Half (conv2d)``. A weight cast that is cached is logged once; casts inside nested lists are
-not.
+``Float->Half (conv2d)``. A weight cast that is cached is logged once.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from apex._compat import private
 from apex.amp import _speech
+from apex.amp.casting.dispatcher import tensors_in
 from apex.amp.lists import LISTS, listed
 
 _WORDS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
@@ -82,14 +82,7 @@ class CastLog(TorchFunctionMode):
                 _speech.say(f"{_WORDS[tensor.dtype]}->{_WORDS[target]} ({name})")
 
     def _watch(self, name: str, kind: str, values: list[Any], result: Any) -> None:
-        values = [item for v in values for item in (v if isinstance(v, (list, tuple)) else [v])]
-        tensors = [
-            value
-            for value in values
-            if isinstance(value, torch.Tensor)
-            and value.dtype in _WORDS
-            and torch.is_autocast_enabled(value.device.type)
-        ]
+        tensors = [x for x in tensors_in(values) if torch.is_autocast_enabled(x.device.type)]
         if not tensors:
             return
         half = torch.get_autocast_dtype(tensors[0].device.type)

@@ -81,6 +81,11 @@ def named_modules(model: torch.nn.Module, name: str = "") -> Iterator[tuple[str,
         yield from named_modules(child, below)
 
 
+def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The module of each name: a wrapper, not what it wraps."""
+    return dict([*named_modules(model)][::-1])
+
+
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights and buffers of a module, without those of its parts."""
     return {

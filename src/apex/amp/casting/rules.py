@@ -48,13 +48,6 @@ _FLOAT_BY_WRAPPER = (
 _Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class _Patch(NamedTuple):
-    owner: Any
-    name: str
-    original: Any
-    own: bool  # whether the attribute was the owner's own, not inherited
-
-
 class Registration(NamedTuple):
     """A function to wrap, and how: half, float or promote."""
 
@@ -69,7 +62,7 @@ class Registration(NamedTuple):
 _USER_CAST_REGISTRY: set[Registration] = set()  # hold until reset
 _USER_PROMOTE_REGISTRY: set[Registration] = set()
 REGISTRIES = _USER_CAST_REGISTRY, _USER_PROMOTE_REGISTRY
-_patches: dict[str, _Patch] = {}
+_patches: dict[str, tuple[Any, Callable[[], None]]] = {}  # by key: an owner, what restores it
 _lock = threading.RLock()
 
 
@@ -181,11 +174,8 @@ def restore() -> None:
     """Put every wrapped function back."""
     with _lock:
         while _patches:
-            owner, name, original, own = _patches.popitem()[1]
-            if own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
+            _, put_back = _patches.popitem()[1]
+            put_back()
 
 
 def check_replaceable(owner: Any, name: str, kind: str) -> None:
@@ -231,7 +221,7 @@ def _patch(owner: Any, name: str, wrap: _Wrap | None = None) -> str:
     """Wrap ``owner.name``, once, and return the key its rules are stored under."""
     with _lock:
         key, longer = _keys(owner, name)
-        if key in _patches and _patches[key].owner is not owner:
+        if key in _patches and _patches[key][0] is not owner:
             key = longer
         if key in _patches:
             return key
@@ -241,9 +231,11 @@ def _patch(owner: Any, name: str, wrap: _Wrap | None = None) -> str:
         wrapper: Any = wrap(function) if wrap else _wrap(key, function, native=_is_torchs(owner))
         if is_method:
             wrapper = type(raw)(wrapper)
-        own = name in vars(owner)
+        put_back = functools.partial(setattr, owner, name, raw)
+        if name not in vars(owner):  # but inherited
+            put_back = functools.partial(delattr, owner, name)
         setattr(owner, name, wrapper)
-        _patches[key] = _Patch(owner, name, raw, own)
+        _patches[key] = owner, put_back
         return key
 
 
@@ -375,14 +367,8 @@ def apply(
 
 
 def _target(rule: Rule, tensors: list[torch.Tensor], half: torch.dtype) -> torch.dtype | None:
-    if rule.kind == "banned":
-        if any(tensor.dtype in HALF_TYPES for tensor in tensors):
-            raise NotImplementedError(rule.message)
-        return None
-    if rule.kind == "half":
-        return half
-    if rule.kind == "float":
-        return torch.float32
+    if rule.kind == "banned" and any(tensor.dtype in HALF_TYPES for tensor in tensors):
+        raise NotImplementedError(rule.message)
     if rule.kind == "promote":
         return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-    return None
+    return {"half": half, "float": torch.float32}.get(rule.kind)

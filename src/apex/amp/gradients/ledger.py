@@ -283,14 +283,16 @@ class Ledger:
             self._stash_gradients()
         self.before, self.state = self.state, State.OPEN
 
-    def forget_cleared_passes(self) -> None:
-        """Forget an overflow whose gradients the program has cleared itself."""
-        params = self.params
+    def _are_cleared(self) -> bool:
+        """Whether the program has cleared all gradients itself."""
         if self.fused is not None:
             self.fused.give_zeros()
-        params.drop_cleared()
-        is_cleared = params.are_cleared() and not any_grad(params.plain)
-        if is_cleared and agreement.may_forget(self):
+        self.params.drop_cleared()
+        return not any_grad(self.params.plain) and self.params.are_cleared()
+
+    def forget_cleared_passes(self) -> None:
+        """Forget an overflow whose gradients the program has cleared itself."""
+        if self._are_cleared() and agreement.may_forget(self):
             for one in self.passes:
                 if not one.is_final and one.found_inf is not None:  # no step will lower the scale
                     one.scaler.finish_pass(agreement.agree_(one.found_inf, [self]))
@@ -358,10 +360,8 @@ class Ledger:
             return False
         if training.shared and any([one.stash for one in training.co_owners([self])]):
             return False
-        if self.fused is not None:
-            self.fused.give_zeros()
-        params.drop_cleared()
-        if any_grad(params.plain) or not params.are_cleared():
+        if not self._are_cleared():
+            self.left = self.left.without_zeros(self, [*params.stepped, *params.weights])
             return False
         self.left = Left()
         return True
@@ -423,13 +423,14 @@ class Ledger:
         found_inf, widened = unscale_into(grads_of(plain), pairs, shared, scale)
         if widened:
             accumulate(widened)
-        if params.weights:
-            params.clear_before_next_forward()
         if self.stash:
             self.stash.add(params.for_stepped(self.stash))
-            params.keep_untouched(self.stash)
             if shared:
                 params.wait(shared, self.stash)
+        if params.weights:
+            params.clear_before_next_forward()
+            params.keep_untouched(self.stash)
+        if self.stash:
             self.stash = Stash()
         if self.training.process_group is not None:
             self.had_grads = any_grad(params.stepped)

@@ -63,7 +63,6 @@ class Overflow:
     verbosity: int
     limit: int
     counts: TakenSteps
-    skipped: int = 0  # steps in a row, as far as the host knows
     told: int = 0  # steps in all, as far as replays of a CUDA graph have told
     # Copies of the flags of deferred steps that have not arrived.
     sent: deque[tuple[list[int], bool, AsyncCopy]] = field(default_factory=deque)
@@ -79,8 +78,6 @@ class Overflow:
 
         Returns the skipped step, or ``None`` for a step to be taken; the scalers count it.
         """
-        skipped = self.skipped + 1
-        self.skipped = 0
         if not passes:
             self.counts.count(True)
             return None
@@ -94,9 +91,9 @@ class Overflow:
         numbers = flags.tolist()
         for index, one in enumerate(passes):
             if numbers[2 * index]:
-                self.skipped = skipped
                 self.counts.count(False)
-                return SkippedStep(self.skipped, index, one.index, numbers[2 * index + 1], is_new)
+                skipped = int(self.counts.in_a_row)
+                return SkippedStep(skipped, index, one.index, numbers[2 * index + 1], is_new)
         self.counts.count(True)
         for one in passes:
             one.scaler.count_step(since=one.counted)
@@ -130,12 +127,11 @@ class Overflow:
             if values is None:
                 return
             self.sent.popleft()
-            self.skipped = int(values[0])
-            if not self.skipped:
+            if not values[0]:
                 continue
             flags, scales = values[1 : 1 + len(indices)], values[1 + len(indices) :]
             place = next(number for number, flag in enumerate(flags) if flag)
-            report = SkippedStep(self.skipped, place, indices[place], scales[place], is_new)
+            report = SkippedStep(int(values[0]), place, indices[place], scales[place], is_new)
             self.log(report)
             if report.skipped >= self.limit:
                 raise RuntimeError(report.describe("(The flags of a GPU arrive some steps late.)"))

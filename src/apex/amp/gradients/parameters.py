@@ -275,11 +275,11 @@ class Pairs:
             master.taken = None
         return edited, new  # type: ignore[return-value]  # none of these is None
 
-    def drop_cleared(self, *, zeros: bool = True) -> bool:
+    def drop_cleared(self) -> bool:
         """Drop the masters' gradients where the program has cleared those on weights.
 
-        ``model.zero_grad()`` reaches the weights alone. With ``zeros`` it counts as clearing if all
-        of them were written to and are zero now.
+        ``model.zero_grad()`` reaches the weights alone. It counts as clearing if all of them were
+        written to and are zero now.
 
         Returns:
             Whether somebody has edited gradients that masters have taken already.
@@ -297,7 +297,7 @@ class Pairs:
             is_replaced |= grad is not taken
             if grad is taken and grad._version != version:
                 written.append(stored_values(grad))
-        if zeros and written and len(written) == len(left) and not any_nonzero(written):
+        if written and len(written) == len(left) and not any_nonzero(written):
             for _, tensor, master in left:  # the next step takes the zeros, which are on weights
                 tensor.grad = master.taken = None
             return False
@@ -315,10 +315,12 @@ class Pairs:
 
     def keep_untouched(self, stash: Values) -> None:
         """Leave gradients of before a block on weights that it has not reached, as torch does."""
-        for weight, _, master in self.rows:
-            grad = stash.get(weight)
-            if grad is not None and weight.grad is None:
-                weight.grad = grad
+        if type(None) not in set(map(type, map(_GRAD, self.weights))):
+            return
+        for weight, tensor, master in self.rows:
+            if weight.grad is None and tensor.grad is not None:
+                grad = stash.get(weight)  # else a forward has freed it since
+                weight.grad = grad = tensor.grad.to(weight.dtype) if grad is None else grad
                 master.taken = grad, grad._version
 
     def take_new(self, owners: Owners) -> bool:
@@ -329,12 +331,14 @@ class Pairs:
 
         Returns what :meth:`drop_cleared` does.
         """
-        is_changed = has_new = False
+        edited = has_new = False
+        both = zip(map(_GRAD, self.weights), self.masters, strict=True)
+        taken = [(grad, *master.taken) for grad, master in both if master.taken is not None]
+        if any([now is not grad or grad._version != version for now, grad, version in taken]):
+            edited = self.drop_cleared()
         for weight, tensor, master in self.rows:
-            grad, taken = weight.grad, master.taken
-            if taken is not None:
-                is_changed |= grad is not taken[0] or grad._version != taken[1]
-            elif grad is not None:
+            grad = weight.grad
+            if grad is not None and master.taken is None:
                 has_new = True
                 new = grad.detach().coalesce() if grad.is_sparse else grad.detach()
                 accumulate([(tensor, new.float())])
@@ -342,7 +346,7 @@ class Pairs:
                 master.waiting = set(owners.get(id(tensor), ()))
         if has_new:
             self.clear_before_next_forward()
-        return is_changed and self.drop_cleared(zeros=False)
+        return edited
 
     def clear_before_next_forward(self) -> None:
         """Have the gradients on weights that masters have taken, to which none may add, cleared."""

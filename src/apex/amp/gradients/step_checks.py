@@ -16,65 +16,63 @@ from apex.ops.lists.tensor_lists import OWN_MEMORY
 
 _MOST_STEPS = 10  # without a change
 
-_Place = tuple[int, torch.Tensor]  # the number of a piece, and a position in it
-
 
 class StepCheck:
     """The first steps of an optimizer, watched: does it step the masters in its groups?
 
     Some step another list of parameters: one that they keep, or that of an optimizer inside
-    (ZeroRedundancyOptimizer). Then nothing trains. This is checked until a step has changed a
-    master; a few optimizers wait some steps first. Many write through ``.data``, which changes no
-    version. So the first step is watched where some gradients are not zero, the next ones in all
-    elements. On a GPU the checked steps wait for the device and cannot be captured in a CUDA graph:
-    warm up first.
+    (ZeroRedundancyOptimizer). Then nothing trains, or in 16 bits alone. This is checked until a
+    step has changed a master; a few optimizers wait some steps first. Many write through ``.data``,
+    which changes no version. So in the first step one piece of each tensor is looked at, where some
+    gradients are not zero, in the next ones all. On a GPU the checked steps wait for the device and
+    cannot be captured in a CUDA graph: warm up first.
     """
 
     def __init__(self, optimizer: Any, params: Parameters) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._params = params
-        self._versions: list[tuple[torch.Tensor, int]] = []  # of masters
-        self._masters: list[_Look] = []
-        self._weights: list[_Look] = []
+        # Masters, their versions, and looks at them and at their weights; none at zeros.
+        self._seen: list[tuple[torch.Tensor, int, list[_Look]]] = []
         self._unchanged = 0  # steps
 
-    def begin(self) -> None:
-        """Remember the masters that the step should change."""
+    def begin(self, *, again: bool = False) -> None:
+        """Remember the masters that the step should change; ``again``: unless that was done."""
+        if again and self._seen:
+            return
         weights = dict(zip(map(id, self._params.tensors), self._params.weights, strict=True))
-        self._versions, self._masters, self._weights = [], [], []
+        self._seen = []
         for group in getattr(self._optimizer(), "param_groups", ()):
             if group.get("lr") is not None and float(group["lr"]) == 0.0:
                 continue  # no change is expected
             for param in group["params"]:
-                grad = param.grad
+                grad, number = param.grad, None
                 if id(param) not in weights or grad is None or param.is_meta:
                     continue
-                self._versions.append((param, param._version))
-                place = None
-                if not self._unchanged and type(grad) in OWN_MEMORY and not grad.is_sparse:
-                    place = _largest(grad)
-                    if place is None:
-                        continue
-                self._masters.append(_Look(param, place))
-                self._weights.append(_Look(weights[id(param)], place))
+                is_first = not self._unchanged and type(grad) in OWN_MEMORY and not grad.is_sparse
+                if is_first:
+                    parts = enumerate(pieces(grad.detach()))
+                    number = next((number for number, (part,) in parts if part.any()), None)
+                both = (param, weights[id(param)]) if number is not None or not is_first else ()
+                self._seen.append((param, param._version, [_Look(one, number) for one in both]))
 
     def end(self, level: str) -> bool:
-        """Say whether a master has changed; raise if one should have and none has.
+        """Say whether a master has changed; raise if one should have and has not.
 
-        One should have where gradients were not zero, and model weights were stepped instead or it
-        has been so for many steps.
+        One should have where gradients were not zero, and its model weight was stepped instead or
+        none has changed in many steps.
         """
-        if any([param._version != version for param, version in self._versions]):
-            return True
-        if any([look.is_changed() for look in self._masters]):
-            return True
-        grads = [param.grad for param, _ in self._versions]
-        if not any([grad is not None and bool(stored_values(grad).any()) for grad in grads]):
-            return False
-        self._unchanged += 1
-        are_stepped = any([look.is_changed() for look in self._weights])  # the weights, instead
-        if not are_stepped and self._unchanged < _MOST_STEPS:
-            return False
+        seen, self._seen = self._seen, []
+        same = [looks for param, version, looks in seen if param._version == version]
+        same = [looks for looks in same if not any([look.is_changed() for look in looks[:1]])]
+        if not any([look.is_changed() for looks in same for look in looks[1:]]):
+            if len(same) < len(seen):
+                return True
+            grads = [param.grad for param, *_ in seen]
+            if not any([grad is not None and bool(stored_values(grad).any()) for grad in grads]):
+                return False
+            self._unchanged += 1
+            if self._unchanged < _MOST_STEPS:
+                return False
         self._params.write()  # whatever was stepped instead
         name = type(self._optimizer()).__name__
         raise RuntimeError(
@@ -153,23 +151,20 @@ def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
 class _Look:
     """Numbers that change with the values of a tensor, with little memory; they wait for a device.
 
-    With a ``place``, which :func:`_largest` has found, the value there; else of all elements.
+    ``number``: of the only piece (:func:`pieces`) that is looked at, else all are.
     """
 
-    def __init__(self, tensor: torch.Tensor, place: _Place | None = None) -> None:
-        self._tensor, self._place = tensor, place
+    def __init__(self, tensor: torch.Tensor, number: int | None = None) -> None:
+        self._tensor = tensor
+        self._range = (0, None) if number is None else (number, number + 1)
         self._before = self._now()
 
     def _now(self) -> list[Any]:
         value = self._tensor.detach()
-        if self._place is not None:
-            number, at = self._place
-            (part,) = next(itertools.islice(pieces(value), number, None))
-            return [part.reshape(-1)[at].item()]
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
         return [
             number
-            for (part,) in pieces(value)
+            for (part,) in itertools.islice(pieces(value), *self._range)
             for number in (
                 int(part.view(bits).sum(dtype=torch.int64)),
                 float(torch.linalg.vector_norm(part, dtype=torch.float64)),
@@ -179,11 +174,3 @@ class _Look:
     def is_changed(self) -> bool:
         """Whether the numbers are others now."""
         return self._now() != self._before
-
-
-def _largest(grad: torch.Tensor) -> _Place | None:
-    """Where a gradient is largest, in its first piece that is not all zeros, if there is one."""
-    for number, (part,) in enumerate(pieces(grad.detach())):
-        if part.any():
-            return number, part.abs().argmax()
-    return None

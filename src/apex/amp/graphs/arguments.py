@@ -116,11 +116,7 @@ def only_none(result: Any) -> None:
 
 def surroundings() -> tuple[Any, ...]:
     """The modes of the thread that decide what a function computes."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_autocast_dtype("cpu"),
-    )
+    devices = ("cuda", "cpu")
+    enabled = map(torch.is_autocast_enabled, devices)
+    dtypes = map(torch.get_autocast_dtype, devices)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *enabled, *dtypes

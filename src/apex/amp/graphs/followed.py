@@ -36,11 +36,7 @@ from apex.amp.gradients.parameters import addresses
 from apex.amp.optimizer import OptimizerState, optimizers_inside, state_of
 from apex.amp.training import Training
 
-_MODE, _GRAD, _REQUIRES_GRAD = (
-    itemgetter("training"),
-    attrgetter("grad"),
-    attrgetter("requires_grad"),
-)
+_MODE, _GRAD = itemgetter("training"), attrgetter("grad")
 _OF_SCALER = {
     "static": "loss_scale", "_scale_seq_len": "growth_interval", "_growth_factor": "growth_factor",
     "_backoff_factor": "backoff_factor", "_min_loss_scale": "min_loss_scale",
@@ -232,7 +228,7 @@ class Followed:
         modules = modules_of(self._trainings)
         self._modules = modules  # held: no other can have an id of these
         self._settings = list(map(vars, modules))
-        self._modes = self._modes_now()
+        self._modes = list(map(_MODE, self._settings))
         parameters = [state.params for state in self.states]
         self._unexposed = [params for params in parameters if not params.exposed]
         self._params = [x for params in parameters for x in (*params.targets, *params.tensors)]
@@ -268,12 +264,9 @@ class Followed:
 
     # -- before and after a call ------------------------------------------------------------------
 
-    def _modes_now(self) -> list[bool]:
-        return list(map(_MODE, self._settings))
-
     def is_in_its_mode(self) -> bool:
         """Whether all modules are in ``train()`` or ``eval()`` as they were then."""
-        return self._modes_now() == self._modes
+        return list(map(_MODE, self._settings)) == self._modes
 
     def change(self) -> str:
         """Say what takes a new capture, if anything.
@@ -340,8 +333,7 @@ class Followed:
 
     def _with_wrapped(self) -> list[Any]:
         """The optimizers, and those inside of wrappers."""
-        inside = [one for outer in self.optimizers for one in optimizers_inside(outer)]
-        return [*self.optimizers, *inside]
+        return [one for outer in self.optimizers for one in (outer, *optimizers_inside(outer))]
 
     def _hooks_now(self) -> list[Any]:
         """The dicts of torch with hooks in them, by number."""

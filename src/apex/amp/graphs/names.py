@@ -110,20 +110,18 @@ class _Search:
 
     def _look_inside(self, read: Callable[[Any], Any], value: Any, name: str) -> None:
         """Note the tensors and numbers in a list, a tuple or a dict."""
-        every, used = [], []
+        used, others = [], set()
         for path, leaf in _inside(value):
             if isinstance(leaf, (int, str)):
                 self.numbers.append((read, path, name))
             elif isinstance(leaf, torch.Tensor):
-                every.append(leaf)
+                kind = leaf.shape, leaf.dtype, leaf.device
                 if self.is_read(leaf):
-                    used.append((leaf, path[-1]))
+                    used.append((kind, path[-1]))
                     self.found.append((read, path))
-        kinds = [(one.shape, one.dtype, one.device) for one in every]
-        for leaf, key in used:
-            mine = (leaf.shape, leaf.dtype, leaf.device)
-            if kinds.count(mine) > [(x.shape, x.dtype, x.device) for x, _ in used].count(mine):
-                self.choices.append((name, key))
+                else:
+                    others.add(kind)
+        self.choices += [(name, key) for kind, key in used if kind in others]
 
     def code(self, function: FunctionType, owner: Any) -> list[Any]:
         """Look at what the code of a function names; return the functions that it may call."""

@@ -98,7 +98,7 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Storages that were made in the call, or are an argument or a gradient; of others that it
         # has read, whether they are still there, and the line.
         self._made = {key for one in known if (key := _storage_key(one)) is not None}
-        self._read: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._read: dict[int, tuple[Any, str]] = {}
         self._starts = set[int]()  # where the tensors begin that it has read: some share a storage
 
     def __exit__(self, *error: Any) -> None:
@@ -109,11 +109,7 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _carried(self) -> str:
         """Name a tensor from before the call that it has read, and that nobody holds any more."""
-        lines = [
-            line
-            for storage, line in self._read.values()
-            if storage.expired()  # type: ignore[no-untyped-call]
-        ]
+        lines = [line for storage, line in self._read.values() if storage.expired()]
         if not lines:
             return ""
         return (
@@ -163,8 +159,8 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if frame is None or func is torch.ops.aten.lift_fresh.default:
                 self._made.add(key)
             else:
-                line = _line(frame, frame.f_lineno)
-                self._read[key] = _weak(leaf), line
+                storage: Any = StorageWeakRef(leaf.untyped_storage())  # type: ignore[no-untyped-call]
+                self._read[key] = storage, _line(frame, frame.f_lineno)
                 self._starts.update(addresses([leaf]))
 
     @classmethod
@@ -248,10 +244,6 @@ def _reader(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def _weak(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _storage_key(tensor: torch.Tensor) -> int | None:

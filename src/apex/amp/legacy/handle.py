@@ -140,7 +140,6 @@ class AmpHandle:
         return known.index(scalers[0])
 
     def _clear_cache(self) -> None:
-        self.cache.clear()
         switches.forget_weights()
 
     def _save_func(self, mod: Any, fn: str, func: Any) -> None:
@@ -156,8 +155,7 @@ class AmpHandle:
             switches.disable_for_thread()
 
     def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the cached cast of ``param``."""
-        self.cache.pop(param, None)
+        """Forget the cached cast of ``param``, with all others."""
         switches.forget_weights()
 
 

@@ -45,14 +45,7 @@ def _initialize(
     cast_model_outputs: torch.dtype | None = None,
 ) -> Any:
     """Run ``initialize`` with the options in ``properties``, which has a level."""
-    options = dict(properties.options)
+    options = {**properties.options, "cast_model_outputs": cast_model_outputs}
     if not properties.by_list:
         options["patch_torch_functions"] = None
-    return initialize(
-        models,
-        optimizers,
-        num_losses=num_losses,
-        verbosity=0,
-        cast_model_outputs=cast_model_outputs,
-        **options,
-    )
+    return initialize(models, optimizers, num_losses=num_losses, verbosity=0, **options)

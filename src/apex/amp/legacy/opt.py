@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -100,7 +101,4 @@ class OptimWrapper(WrappedOptimizer):
             record.detach()  # of amp.init: its step may be skipped, so it refuses closures
         return self.optim.step(closure)
 
-    @property
-    def _optimizer(self) -> Any:
-        """The wrapped optimizer, by the name of 2018."""
-        return self.optim
+    _optimizer = property(attrgetter("optim"))  # its name in 2018

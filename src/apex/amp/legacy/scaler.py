@@ -12,6 +12,8 @@ from apex.amp.newest import Newest
 from apex.amp.scale import CLEAN, Scale, iter_params
 from apex.ops.lists.unscale import unscale_
 
+_Grads = Sequence[torch.Tensor]
+
 
 class LossScaler(Scale):
     """A :class:`~apex.amp.scale.Scale`, which has the arguments, with the names of 2019."""
@@ -32,11 +34,11 @@ class LossScaler(Scale):
 
     @property
     def _unskipped(self) -> int:
-        return int(self._read()[CLEAN])
+        return int(self.numbers[CLEAN])
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._write(CLEAN, value)
+        self.numbers[CLEAN] = float(value)
 
     @property
     def _has_overflow(self) -> bool:
@@ -71,8 +73,8 @@ class LossScaler(Scale):
 
     def unscale(
         self,
-        model_grads: Sequence[torch.Tensor],
-        master_grads: Sequence[torch.Tensor],
+        model_grads: _Grads,
+        master_grads: _Grads,
         unused_scale: Any,
         models_are_masters: bool = False,
         scale_override: float | None = None,
@@ -81,14 +83,14 @@ class LossScaler(Scale):
         if models_are_masters and scale_override is None and self.static == 1.0:
             return
         scale = self.loss_scale() if scale_override is None else scale_override
-        self.unscale_with_stashed(model_grads, None, master_grads, (scale, 1.0, 1.0))
+        self.unscale_python(model_grads, master_grads, scale)
 
     @torch.no_grad()
     def unscale_with_stashed(
         self,
-        model_grads: Sequence[torch.Tensor],
-        stashed_master_grads: Sequence[torch.Tensor] | None,
-        master_grads: Sequence[torch.Tensor],
+        model_grads: _Grads,
+        stashed_master_grads: _Grads | None,
+        master_grads: _Grads,
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
         """Write ``model_grads * (out / scale) + stashed * (out / stash_scale)``.
@@ -111,20 +113,15 @@ class LossScaler(Scale):
                 result = result + stashed_master_grads[index] * (out_scale / stash_scale)
             out.copy_(result)
 
-    def unscale_python(
-        self,
-        model_grads: Sequence[torch.Tensor],
-        master_grads: Sequence[torch.Tensor],
-        scale: float,
-    ) -> None:
+    def unscale_python(self, model_grads: _Grads, master_grads: _Grads, scale: float) -> None:
         """:meth:`unscale` with the scale given."""
         self.unscale_with_stashed(model_grads, None, master_grads, (scale, 1.0, 1.0))
 
     def unscale_with_stashed_python(
         self,
-        model_grads: Sequence[torch.Tensor],
-        stashed_master_grads: Sequence[torch.Tensor],
-        master_grads: Sequence[torch.Tensor],
+        model_grads: _Grads,
+        stashed_master_grads: _Grads,
+        master_grads: _Grads,
         a: float,
         b: float,
     ) -> None:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,24 +110,37 @@ def after_import(name: str, tell: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the others do, and tells when it has run."""
+    """Finds modules as the others do, and tells when one has run.
+
+    Not within an import of apex's own: what is told would find its modules half made.
+    """
 
     def __init__(self, name: str, tell: Callable[[], None]) -> None:
         self._name, self._tell = name, tell
+        self._depth, self._has_run = 0, False  # the first: imports of apex's that run
 
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name != self._name:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        is_ours = name.startswith("apex.")
+        if name != self._name and not is_ours:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        others = (getattr(one, "find_spec", None) for one in sys.meta_path if one is not self)
+        found = (find(name, path, target) for find in others if find is not None)
+        spec: ModuleSpec | None = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            run, tell = loader.exec_module, self._tell
+            run = loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 del loader.exec_module
-                run(module)
-                tell()
+                self._depth += is_ours
+                try:
+                    run(module)
+                finally:
+                    self._depth -= is_ours
+                self._has_run = self._has_run or name == self._name
+                if self._has_run and not self._depth and self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._tell()
 
             loader.exec_module = exec_module
         return spec

@@ -17,7 +17,7 @@ import torch
 
 from apex._compat import private
 from apex._compat.private import tree_flatten, tree_map_only
-from apex.amp.casting.precision_file import named_modules, own_tensors
+from apex.amp.casting.precision_file import by_name, own_tensors
 from apex.debug import calls
 from apex.debug.tensors import HALVES, largest
 from apex.debug.what_if import formats
@@ -260,7 +260,7 @@ def keepers(
         called: The ids of the modules that a forward calls.
         readers: Of each weight, by id, the ids of the modules that multiply with it.
     """
-    modules = dict([*named_modules(model)][::-1])  # a wrapper, not what it wraps
+    modules = by_name(model)
     users: dict[int, set[int]] = defaultdict(set, {key: {*ids} for key, ids in readers.items()})
     for one in model.modules():
         for tensor in own_tensors(one).values():
