@@ -94,7 +94,7 @@ def _torchs(
     if logits.dtype not in FLOATS or not device == targets.device == num_positives.device:
         return None
     args = _fitting(logits, targets, num_positives, *rest)
-    return None if args is None else reference(*args, targets.is_cpu)
+    return None if args is None else reference(*args, are_checked=targets.is_cpu)
 
 
 OP = op(
