@@ -37,7 +37,7 @@ IGNORED = -2  # the target of anchors that do not count
 
 def reference(
     logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, classes: int,
-    alpha: float, gamma: float, smoothing: float, are_checked: bool = False,
+    alpha: float, gamma: float, smoothing: float, *, are_checked: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the definition; ``are_checked``: all targets are known to be in range."""
     to, targets = wide(logits), targets.long().unsqueeze(-1)  # -2 is no uint8
