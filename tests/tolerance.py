@@ -322,3 +322,7 @@ COSINE = 1e-6
 # The same steps by a fused function of torch and by others: an ulp of float32 (2**-23) of the
 # largest weight. Seen: 5.5e-8.
 ANOTHER_WAY = 2.0**-23
+
+# Largest attention logits, and logits of clipped weights, in eps of the dtype: products of 8 to 16
+# numbers of rounded factors. Seen: 1.7.
+ATTENTION_LOGITS = 4.0

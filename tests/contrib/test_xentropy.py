@@ -193,14 +193,22 @@ def test_derivatives_of_every_order_near_probability_1(padding):
     assert torch.equal(logits.grad, torch.ones_like(logits))
 
 
-def test_rows_of_padding_are_not_taken_for_certain_ones(monkeypatch):
-    """Their loss is 0, which no correction follows; of the others one does."""
-    monkeypatch.setattr(torch.Tensor, "scatter_add_", pytest.fail)
-    for padding in (-100, PADDING):
-        logits, labels = _near_1([0.5, 0.5, 0.9], 20)
-        labels[1] = padding
-        losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, padding)
-        assert torch.autograd.grad(losses.sum(), logits)[0].any(1).tolist() == [True, False, True]
+@pytest.mark.parametrize("times", [1, 20], ids=["few", "many"])
+@pytest.mark.parametrize("padding", [-100, PADDING])
+def test_rows_of_padding_are_not_taken_for_certain_ones(padding, times, monkeypatch):
+    """Their loss is 0, which no correction follows; with a certain row among them one does."""
+    corrected = []
+    monkeypatch.setattr(ops, "_correct", lambda *_: corrected.append(1))
+    logits, labels = _near_1([0.5, 0.5, 0.9] * times, 20)
+    labels[1::3] = padding
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, padding)
+    gradient = torch.autograd.grad(losses.sum(), logits)[0]
+    assert gradient.any(1).tolist() == [True, False, True] * times
+    SoftmaxCrossEntropyLoss.apply(logits, torch.full_like(labels, padding), 0.0, padding)
+    assert not corrected
+    logits, _ = _near_1([0.5, 0.5, 1e-6] * times, 20)
+    SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, padding)
+    assert corrected
 
 
 def test_large_logits_take_the_operation(monkeypatch):

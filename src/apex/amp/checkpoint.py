@@ -208,14 +208,11 @@ def _checked(key: str, entry: Any) -> tuple[float, int]:
     try:
         scale, unskipped = float(entry["loss_scale"]), int(entry["unskipped"])
         is_right = math.isfinite(scale) and scale > 0 and 0 <= unskipped == entry["unskipped"]
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise RuntimeError(
-            f'amp.load_state_dict: the entry "{key}" was {entry!r}; it must hold a number '
-            "loss_scale and an integer unskipped."
-        ) from e
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        is_right = False
     if not is_right:
         raise RuntimeError(
-            f'amp.load_state_dict: the entry "{key}" was {entry!r}; loss_scale must be finite '
-            "and above 0, unskipped a whole number of at least 0."
+            f'amp.load_state_dict: the entry "{key}" was {entry!r}; it must hold loss_scale, a '
+            "finite number above 0, and unskipped, a whole number of at least 0."
         )
     return scale, unskipped

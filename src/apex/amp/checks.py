@@ -16,13 +16,6 @@ from apex.amp.gradients.masters import has_version, table
 from apex.amp.levels import HALF_TYPES, Properties, opt_levels
 from apex.amp.newest import newest, warn_or_err
 
-_SCALE_LOSSES = {
-    "FP16_Optimizer": "does its own mixed precision. Pass the bare torch.optim or apex.optimizers "
-    "optimizer",
-    "OptimWrapper": "scales losses itself, by its own scale_loss. Pass the optimizer that "
-    "handle.wrap_optimizer was given",
-}
-
 
 def options(opt_level: str, overrides: dict[str, Any], verbose: bool) -> Properties:
     """The level's options with the overrides that are not ``None``, each checked."""
@@ -57,8 +50,10 @@ def optimizer_list(optimizers: Any, call: str = "amp.initialize") -> list[Any]:
         return []
     for optimizer in listed:
         name = type(optimizer).__name__
-        if name in _SCALE_LOSSES:
-            raise RuntimeError(f"{call}: an {name} {_SCALE_LOSSES[name]} instead.")
+        if name in ("FP16_Optimizer", "OptimWrapper"):
+            raise RuntimeError(
+                f"{call}: an {name} scales losses itself. Pass the optimizer that it was made of."
+            )
         if getattr(optimizer, "_custom_amp_unscale_grads", False):
             raise RuntimeError(
                 f"{call}: {name} keeps gradients and masters itself. Use it with "

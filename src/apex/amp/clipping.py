@@ -113,7 +113,7 @@ def stepped(optimizer: Any) -> bool:
     because amp never skips its steps; of :class:`~apex.amp.GradScaler` ask ``scaler.stepped``.
     """
     state = state_of(optimizer)
-    return True if state is None else state.overflow.taken
+    return True if state is None else bool(state.overflow.counts.stepped)
 
 
 def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:

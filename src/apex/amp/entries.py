@@ -56,31 +56,14 @@ class SharedState(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-class Sharing:
-    """Shared states of an optimizer and of those inside of it, until they are taken off.
+def share(owners: Sequence[Any], params: Parameters) -> None:
+    """Give an optimizer and those inside of it, with the tensors ``params``, shared states."""
+    _replace(owners, defaultdict, lambda state: SharedState(state, params))
 
-    Args:
-        owners: The optimizers.
-        params: The tensors in their groups.
-    """
 
-    def __init__(self, owners: Sequence[Any], params: Parameters) -> None:
-        self._params = params
-        self._hooks = [
-            one.register_load_state_dict_post_hook(lambda one: self._share([one]))
-            for one in owners
-            if hasattr(one, "register_load_state_dict_post_hook")
-        ]
-        self._share(owners)
-
-    def _share(self, owners: Sequence[Any]) -> None:
-        _replace(owners, defaultdict, lambda state: SharedState(state, self._params))
-
-    def take_off(self, owners: Sequence[Any]) -> None:
-        """Give the optimizers plain states again."""
-        for hook in self._hooks:
-            hook.remove()
-        _replace(owners, SharedState, lambda state: defaultdict(dict, state))
+def unshare(owners: Sequence[Any]) -> None:
+    """Give them plain states again."""
+    _replace(owners, SharedState, lambda state: defaultdict(dict, state))
 
 
 def _replace(owners: Sequence[Any], kind: type, make: Callable[[Any], dict[Any, Any]]) -> None:

@@ -55,7 +55,11 @@ class Properties:
         if name in self.options:
             by_list, allowed, why = _MISPLACED.get(name, (None, (), ""))
             if by_list is self.by_list and value not in allowed:
-                warn_or_err(f"{name}={value!r} at {self.opt_level}: {why}")
+                others = "O0, O2, O3 or O5" if by_list else "O1 or O4"
+                warn_or_err(
+                    f"{name}={value!r} at {self.opt_level}: {why}. Allowed: "
+                    f"{', '.join(map(str, allowed))}; leave the option out, or use {others}."
+                )
             self.options[name] = _checked(name, value)
 
     def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
@@ -92,29 +96,10 @@ class Properties:
 # Options that have no meaning at some levels: whether these are O1 and O4 or the others, what is
 # allowed there, and why nothing else is.
 _MISPLACED: dict[str, tuple[bool, tuple[Any, ...], str]] = {
-    "cast_model_type": (
-        True,
-        (None, False, torch.float32),
-        "O1 and O4 cast functions, not the model; allowed are None, False and torch.float32. To "
-        "cast the model itself use opt_level O2, O3 or O5.",
-    ),
-    "patch_torch_functions": (
-        False,
-        (None, False),
-        "only O1 and O4 cast torch functions. Use opt_level='O1' or leave the option out.",
-    ),
-    "keep_batchnorm_fp32": (
-        True,
-        (None,),
-        "batchnorm's weights are float32 there anyway. Leave the option out (None), or use O2, O3 "
-        "or O5.",
-    ),
-    "master_weights": (
-        True,
-        (None,),
-        "the model's own weights are float32 there, so there are no masters to keep. Leave the "
-        "option out (None).",
-    ),
+    "cast_model_type": (True, (None, False, torch.float32), "O1 and O4 cast functions, not models"),
+    "patch_torch_functions": (False, (None, False), "only O1 and O4 cast torch functions"),
+    "keep_batchnorm_fp32": (True, (None,), "batchnorm's weights are float32 there anyway"),
+    "master_weights": (True, (None,), "weights are float32 there, so there are no masters"),
 }
 
 

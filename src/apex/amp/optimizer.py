@@ -109,8 +109,8 @@ class OptimizerState:
         self._is_closed = is_closed(wrappers_inside(optimizer), self._inner_step)
         self._hooks = hook_tables([optimizer, *inside])
         self._own_hooks = 2 * len(inside)
-        owners = [optimizer, *inside] if use_masters else []
-        self._sharing = entries.Sharing(owners, params)
+        if use_masters:
+            entries.share([optimizer, *inside], params)
         managed.add(optimizer)
 
     def _find_models_and_owners(self) -> None:
@@ -127,7 +127,7 @@ class OptimizerState:
         self.ledger.unscale_delayed(check=False)
         self.params.compare_groups()
         self._replaced.take_off(optimizer)
-        self._sharing.take_off([optimizer, *optimizers_inside(optimizer)])
+        entries.unshare([optimizer, *optimizers_inside(optimizer)])
         self.params.restore()
 
     # -- what scale_loss, clipping and readers need --------------------------------------------
@@ -280,8 +280,7 @@ class OptimizerState:
             raise RuntimeError(
                 "amp: torch's GradScaler cannot drive this optimizer at "
                 f"{self.training.properties.opt_level}: it steps float32 masters, and the "
-                "gradients are on the 16-bit model. Use amp.scale_loss(loss, optimizer), or O1 or "
-                "O4."
+                "gradients are on the 16-bit model. Use amp.scale_loss, or O1 or O4."
             )
 
     def _refuse_part(self) -> None:
@@ -374,6 +373,11 @@ class OptimizerState:
     def before_state_dict(self, _: Any) -> None:
         """Drop what lookups of the model's weights have left in the state."""
         self.params.forget_lookups()
+
+    def after_load(self, inner: Any) -> None:
+        """Share the state that ``load_state_dict`` has put into an optimizer."""
+        if self.use_masters:
+            entries.share([inner], self.params)
 
     def _skip(self, report: SkippedStep, passes: list[Pass], *, is_fused: bool) -> None:
         self.ledger.leave(passes)
@@ -490,6 +494,7 @@ class Replaced:
         for one in (optimizer, *inside):
             if hasattr(one, "register_state_dict_pre_hook"):
                 self._hooks.append(one.register_state_dict_pre_hook(hook("before_state_dict")))
+                self._hooks.append(one.register_load_state_dict_post_hook(hook("after_load")))
 
 
 def optimizers_inside(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -110,7 +110,8 @@ def named_in(models: list[torch.nn.Module], method: str) -> list[tuple[str, Any]
 def names_of_stepped(models: list[torch.nn.Module], optimizers: list[Any]) -> dict[int, str]:
     """The names of what optimizers step, by ``id``: of a master that of its parameter."""
     names = {id(one): name for name, one in named_in(models, "named_parameters")}
-    for managed in [one._amp_stash for one in optimizers if hasattr(one, "_amp_stash")]:
-        for target, stepped in zip(managed.params.targets, managed.params.stepped, strict=True):
-            names[id(stepped)] = names.get(id(target), "")
+    for optimizer in optimizers:
+        stepped = [one for group in optimizer.param_groups for one in group["params"]]
+        for target, one in zip(params_of(optimizer), stepped, strict=False):
+            names[id(one)] = names.get(id(target), "")
     return names

@@ -8,21 +8,17 @@ from typing import Any
 
 import torch
 
-from apex.debug.tensors import is_bad
+from apex.debug.tensors import is_bad, params_of
 from apex.debug.tracing import Origin, Trace
 
 
 def _owner_of(optimizers: list[Any], param: torch.Tensor) -> tuple[Any, dict[str, Any], Any] | None:
     """The optimizer that steps ``param``, its group, and what it steps: a master perhaps."""
     for optimizer in optimizers:
-        stepped = param
-        managed = getattr(optimizer, "_amp_stash", None)
-        if managed is not None:
-            pairs = zip(managed.params.targets, managed.params.stepped, strict=True)
-            stepped = next((stepped for target, stepped in pairs if target is param), param)
-        for group in optimizer.param_groups:
-            if any(one is stepped for one in group["params"]):
-                return optimizer, group, stepped
+        stepped = [(group, one) for group in optimizer.param_groups for one in group["params"]]
+        for target, (group, one) in zip(params_of(optimizer), stepped, strict=False):
+            if target is param:
+                return optimizer, group, one
     return None
 
 

@@ -14,6 +14,7 @@ from apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from apex.optimizers.fused_muon import FusedMuon
 from apex.optimizers.fused_novograd import FusedNovoGrad
 from apex.optimizers.fused_sgd import FusedSGD
+from apex.optimizers.qk_clip import max_attention_logits, qk_clip_
 
 __all__ = [
     "FP16_Optimizer",
@@ -25,6 +26,8 @@ __all__ = [
     "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
+    "max_attention_logits",
+    "qk_clip_",
 ]
 
 explain_attributes(__name__)

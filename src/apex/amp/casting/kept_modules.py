@@ -3,18 +3,36 @@
 Hooks on the named modules switch the function casts off (O1, O4) and cast what goes in; at O2 and
 O5, where their weights are left in float32, what comes out is cast to the 16 bits of what is
 around. A name inside of a kept module may put its module back to the level's 16 bits.
+
+The file of a policy, which ``what_if`` writes, is JSON::
+
+    {
+      "apex_precision_policy": 1,
+      "formats": {
+        "float16": {"loss_scale": 8192.0, "modules": {"blocks.7.attn": "float32"}},
+        "bfloat16": {"modules": {}},
+        "e4m3": {"modules": {"head": "bfloat16"}}
+      }
+    }
+
+A module is named as in ``model.named_modules()``, without the parts that ``torch.compile`` and
+parallel wrappers add. What is inside of it is meant too, except for what has a name of its own: the
+innermost name counts.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from apex.amp import _speech
-from apex.amp.casting import precision_file, switches
+from apex.amp.casting import switches
 from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
 from apex.amp.casting.switches import Casts
@@ -22,6 +40,8 @@ from apex.amp.levels import Properties
 
 Kept = dict[str, torch.dtype]  # a module's name -> what it computes in
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+MARK, VERSION = "apex_precision_policy", 1
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
 
 
 def read(
@@ -47,7 +67,7 @@ def read(
             f"amp.initialize: policy had {len(listed)} entries for {len(models)} models. Pass a "
             "list with one for each model, None for a model without."
         )
-    sections = [None if one is None else precision_file.read(one) for one in listed]
+    sections = [None if one is None else _sections(one) for one in listed]
     kept = [
         {} if formats is None else _of_model(formats, model, properties)
         for formats, model in zip(sections, models, strict=True)
@@ -55,6 +75,46 @@ def read(
     if verbose:
         _log(kept, {name for formats in sections for name in formats or ()}, properties)
     return kept
+
+
+def _sections(policy: Any) -> dict[str, Any]:
+    """The sections of a policy, by format.
+
+    Args:
+        policy: A path, or what such a file has in it.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It is no policy, or of another version.
+    """
+    if isinstance(policy, (str, os.PathLike)):
+        shown, text = f"policy {os.fspath(policy)!r}", Path(policy).read_text(encoding="utf-8")
+        try:
+            policy = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"amp.initialize: {shown} is not JSON ({error}).") from None
+    else:
+        shown = "policy"
+    if not isinstance(policy, Mapping):
+        raise TypeError(
+            f"amp.initialize: {shown} was a {type(policy).__name__}; it must be the path of a file "
+            "that apex what-if --save has written, or what is in it; of several models a list."
+        )
+    formats: Any = policy.get("formats")
+    fault = ""
+    sections = formats.values() if isinstance(formats, Mapping) else [None]
+    if policy.get(MARK) != VERSION:
+        fault = f"has {MARK}={policy.get(MARK)!r}; this apex reads {VERSION}"
+    elif not all(
+        isinstance(x, Mapping) and isinstance(x.get("modules"), Mapping) for x in sections
+    ):
+        fault = "has no 'formats' whose entries have 'modules'"
+    if fault:
+        raise ValueError(
+            f"amp.initialize: {shown} {fault}. Write it with apex what-if --save, or "
+            "apex.debug.what_if(...).save(path)."
+        )
+    return dict(formats)
 
 
 def saved(kept: Sequence[Kept]) -> list[dict[str, str]] | None:
@@ -82,7 +142,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
             f"{properties.opt_level} computes; it has {', '.join(formats) or 'nothing'}. Run "
             f"apex what-if with --formats {own}."
         )
-    known = precision_file.by_name(model)
+    known = by_name(model)
     entries: Mapping[str, Any] = formats[own]["modules"]
     unknown = [name for name in entries if not name or name not in known]
     if unknown:
@@ -109,7 +169,7 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
                 f"amp.initialize: the policy names {name!r}, a TorchScript module, which takes no "
                 "hooks. Name a module around it, or pass the module before torch.jit.script."
             )
-        shared = precision_file.shared_tensor(model, known[name])
+        shared = shared_tensor(model, known[name])
         if shared is not None:
             raise ValueError(
                 f"amp.initialize: the policy names {name!r}, which shares a weight or a buffer "
@@ -120,9 +180,44 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
     return {name: allowed[value] for name, value in entries.items()}
 
 
+def named_modules(model: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules by all of their names, without what wrappers add; a wrapper before what it wraps."""
+    yield name, model
+    for part, child in model._modules.items():
+        if child is None:
+            continue
+        is_inner = part == "_orig_mod" or (part == "module" and type(model).__name__ in _WRAPPERS)
+        below = name if is_inner else f"{name}.{part}" if name else part
+        yield from named_modules(child, below)
+
+
+def by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The module of each name: a wrapper, not what it wraps."""
+    return dict([*named_modules(model)][::-1])
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a module, without those of its parts."""
+    return {
+        **dict(module.named_parameters(recurse=False)),
+        **dict(module.named_buffers(recurse=False)),
+    }
+
+
+def shared_tensor(model: torch.nn.Module, module: torch.nn.Module) -> str | None:
+    """The name of a weight or buffer of ``module`` that a part of ``model`` outside has too."""
+    inside = {id(one): one for one in module.modules()}
+    own = {id(tensor) for one in inside.values() for tensor in own_tensors(one).values()}
+    for name, one in named_modules(model):
+        for key, tensor in own_tensors(one).items() if id(one) not in inside else ():
+            if id(tensor) in own:
+                return f"{name}.{key}" if name else key
+    return None
+
+
 def types_of(model: torch.nn.Module, kept: Kept) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     """Each module by each of its names, and what the innermost name says of it; None if none."""
-    for name, module in precision_file.named_modules(model):
+    for name, module in named_modules(model):
         parts = name.split(".")
         fronts = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         yield name, module, next((kept[one] for one in fronts if one in kept), None)
@@ -208,7 +303,7 @@ def install(model: torch.nn.Module, kept: Kept, casts: Casts | None, half: torch
     """Put hooks on the modules in ``kept``; return what knows whether they were called."""
     calls = Calls(model, list(kept))
     types = {name: dtype for name, _, dtype in types_of(model, kept)}
-    modules = precision_file.by_name(model)
+    modules = by_name(model)
     for name in kept:
         around = types[name.rpartition(".")[0]] or half
         is_plain = casts is not None and around != torch.float32  # there functions cast

@@ -20,7 +20,6 @@ from apex._compat import private
 from apex.amp.casting import kept_modules, switches
 from apex.amp.casting.containers import Caster, Walker
 from apex.amp.casting.dispatcher import skip_frames
-from apex.amp.casting.precision_file import named_modules
 from apex.amp.casting.switches import Casts
 from apex.amp.gradients.forwards import ForwardRecord
 from apex.amp.gradients.masters import table
@@ -95,11 +94,10 @@ class _Guard(_Hook):
             name = self.level.model
             raise RuntimeError(
                 f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
-                f"its {name} was not called as model(x). The casts are hooks of {name}, which "
-                "model.forward(x), another method (model.encode(x)), a __call__ of its own and a "
-                "call of one of its parts bypass. Call model(x), and leave __call__ to nn.Module; "
-                "or pass its parts to amp.initialize instead, as in [model.encoder, "
-                "model.decoder]; or pass inputs of the weights' dtype."
+                f"its {name} was not called as model(x). model.forward(x), another method "
+                "(model.encode(x)), a __call__ of its own and a call of a part bypass the casts. "
+                "Call model(x), and leave __call__ to nn.Module; or pass the parts to "
+                "amp.initialize ([model.encoder, model.decoder]), or inputs of the weights' dtype."
             )
 
 
@@ -182,11 +180,10 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
     if _first_parameter(model, HALF_TYPES) is not None:
         return
     raise RuntimeError(
-        f"forward of {type(model).__name__}: amp.initialize cast its weights to 16 bits, and none "
-        "of them is 16-bit any more. Something like model.float() converted them, while amp still "
-        "casts the inputs. Call amp.reset() instead of model.float(): it gives every model "
-        "its float32 weights back and removes the casts. For another level call amp.initialize "
-        "again."
+        f"forward of {type(model).__name__}: none of the weights that amp.initialize cast is "
+        "16-bit any more, but amp still casts the inputs. Call amp.reset() instead of "
+        "model.float(): it also gives every model its float32 weights back. For another level "
+        "call amp.initialize again."
     )
 
 
@@ -303,7 +300,7 @@ def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[kept_modules
     for model, own in zip(models, kept, strict=True):
         others = [other for other in [*prepared, *models] if own and other is not model]
         elsewhere = {id(one): type(other).__name__ for other in others for one in other.modules()}
-        for name, module in named_modules(model):
+        for name, module in kept_modules.named_modules(model):
             hooks = () if id(module) in again else module._forward_pre_hooks.values()
             owners = [x.calls.model for x in hooks if isinstance(x, kept_modules.EnterKept)]
             if not owners and name in own:

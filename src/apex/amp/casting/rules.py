@@ -36,13 +36,10 @@ from apex.amp.lists import LISTS, functional_overrides, listed, tensor_overrides
 
 # On the float list, where no autocast kernel can cast them: composites written in Python that
 # multiply or pool first, a function that CUDA's autocast registers as promote, a copy to the CPU.
-_FLOAT_BY_WRAPPER = (
-    (functional_overrides, "multilabel_soft_margin_loss"),
-    (functional_overrides, "local_response_norm"),
-    (functional_overrides, "interpolate"),
-    (functional_overrides, "grid_sample"),
-    (tensor_overrides, "cpu"),
-)
+_FLOAT_BY_WRAPPER = {
+    functional_overrides: "multilabel_soft_margin_loss local_response_norm interpolate grid_sample",
+    tensor_overrides: "cpu",
+}
 
 
 _Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -93,8 +90,8 @@ def casts_for(
     rules: dict[str, Rule] = {}
     _patch_checkpoint()
     patch_matrix_exp()
-    for module, name in _FLOAT_BY_WRAPPER:
-        if listed(module).get(name) == "float":
+    for module, names in _FLOAT_BY_WRAPPER.items():
+        for name in [name for name in names.split() if listed(module).get(name) == "float"]:
             wrap = _unless_saved if name == "cpu" else None
             rules[_patch(module.MODULE, name, wrap)] = Rule("float", shipped=True)
     for module in LISTS:

@@ -83,15 +83,14 @@ class _Saved(NamedTuple):
 
     Attributes:
         key: What :func:`end_forward` is called with; ``None`` for :func:`enable_for_thread`.
+        own: ``casts``, ``backward`` and ``nesting`` of :class:`_Thread`.
         cache: Whether autocast caches weight casts.
         nested: Whether the change increments torch's count of autocast blocks.
         frame: The frame that runs the forward.
     """
 
     key: object
-    casts: Casts | None
-    backward: int
-    nesting: int
+    own: tuple[Casts | None, int, int]
     autocast: _States
     cache: bool
     nested: bool
@@ -232,7 +231,7 @@ def _switch(casts: Casts | None, devices: tuple[str, ...]) -> None:
 
 
 def _put_back(saved: _Saved) -> None:
-    thread.casts, thread.backward, thread.nesting = saved.casts, saved.backward, saved.nesting
+    thread.casts, thread.backward, thread.nesting = saved.own
     _change(saved.autocast)
 
 
@@ -259,7 +258,7 @@ def enable_for_thread(casts: Casts, devices: tuple[str, ...]) -> None:
     _end_in_forked_processes()
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
     now = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types()]
-    thread.before = _Saved(None, *own, now, cache, nested=False)
+    thread.before = _Saved(None, own, now, cache, nested=False)
     _switch(casts, devices)
     thread.nesting = 0  # an enabled block around it was refused
     _defer_to_end_of_off()
@@ -324,7 +323,7 @@ def begin_forward(
     cache, own = torch.is_autocast_cache_enabled(), (thread.casts, thread.backward, thread.nesting)
     is_on = thread.casts is not None or any([enabled for _, enabled, _ in before])
     changes = casts is not None or is_on
-    thread.forwards.append(_Saved(key, *own, before if changes else [], cache, nested, frame))
+    thread.forwards.append(_Saved(key, own, before if changes else [], cache, nested, frame))
     if changes:
         _switch(casts, devices)
     if nested:

@@ -356,9 +356,9 @@ class Ledger:
     def forget_left(self) -> bool:
         """Forget a skipped step whose gradients the program has cleared; whether it has."""
         params, training = self.params, self.training
-        if training.process_group is not None:  # a rank may have no gradients where others do
-            return False
-        if training.shared and any([one.stash for one in training.co_owners([self])]):
+        others = training.co_owners([self]) if training.shared else []
+        # With a process_group a rank may have no gradients where others do.
+        if training.process_group is not None or any([one.stash for one in others]):
             return False
         if not self._are_cleared():
             self.left = self.left.without_zeros(self, [*params.stepped, *params.weights])

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from apex.amp.gradients.agreement import agree_
-from apex.amp.gradients.masters import has_version
 from apex.amp.gradients.tensors import stored_values, zero_where
 from apex.ops.lists.tensor_lists import local
 
@@ -33,19 +32,17 @@ class Left:
 
     def __init__(self, passes: Iterable[Any] = (), stepped: Iterable[torch.Tensor] = ()) -> None:
         self.passes = list(passes)
-        both = ((tensor, tensor.grad) for tensor in stepped)
-        first = (
-            (tensor, weakref.ref(grad), _version(grad)) for tensor, grad in both if grad is not None
-        )
+        both = ((one, one.grad) for one in stepped)
+        first = ((one, weakref.ref(grad), grad._version) for one, grad in both if grad is not None)
         self._first = next(first, None)
 
     def _changes(self) -> tuple[bool, bool]:
-        """Whether another gradient is there, and whether that one was written."""
+        """Whether another gradient is there, or this one was written."""
         tensor, grad, version = self._first or (None, None, 0)
         now = None if tensor is None else tensor.grad
-        if now is None or grad is None:
-            return False, False
-        return now is not grad(), _version(now) != version
+        if now is None or grad is None or now is not grad():
+            return now is not None, False
+        return False, now._version != version
 
     def for_step(self, ledger: Any, grads: Sequence[torch.Tensor]) -> list[Any]:
         """The passes that a step of ``grads`` has to look at, without a pass of its own.
@@ -76,10 +73,6 @@ class Left:
     def drop(self, grads: Sequence[torch.Tensor]) -> None:
         """Set ``grads`` to zeros; where a device has decided, the device does."""
         zero_where([one.found_inf for one in self.passes], grads)
-
-
-def _version(grad: torch.Tensor) -> int:
-    return grad._version if has_version(grad) else 0
 
 
 def _values(grad: torch.Tensor) -> torch.Tensor:

@@ -67,12 +67,6 @@ class Overflow:
     # Copies of the flags of deferred steps that have not arrived.
     sent: deque[tuple[list[int], bool, AsyncCopy]] = field(default_factory=deque)
 
-    @property
-    def taken(self) -> bool:
-        """Whether the last step was taken; waits for a device that decided it."""
-        stepped = self.counts.stepped
-        return False if stepped.is_meta else bool(stepped)
-
     def read(self, passes: Sequence[Pass], *, is_new: bool = True) -> SkippedStep | None:
         """Let the host decide: one read of a device. ``is_new``: see :class:`SkippedStep`.
 

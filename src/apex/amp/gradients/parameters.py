@@ -305,12 +305,10 @@ class Pairs:
 
     def are_cleared(self) -> bool:
         """Whether neither weights nor masters have gradients, but for zeros in place of others."""
-        if any_grad(self.tensors):
-            return False
-        rows = [row for row in self.rows if row[0].grad is not None]
-        if any([master.taken is not None for _, _, master in rows]):
+        taken = (m.taken is not None for weight, _, m in self.rows if weight.grad is not None)
+        if any_grad(self.tensors) or any(taken):
             return False  # stepped, and nobody cleared it: no look at values, which waits
-        grads = [stored_values(weight.grad) for weight, _, _ in rows if weight.grad is not None]
+        grads = [stored_values(one.grad) for one in self.weights if one.grad is not None]
         return not grads or not any_nonzero(grads)
 
     def keep_untouched(self, stash: Values) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from apex.amp.gradients.masters import table
 from apex.amp.gradients.parameters import Parameters, grads_of
 from apex.amp.gradients.tensors import any_nonzero, pieces, stored_values
 from apex.amp.training import Training
@@ -39,20 +40,19 @@ class StepCheck:
         """Remember the masters that the step should change; ``again``: unless that was done."""
         if again and self._seen:
             return
-        weights = dict(zip(map(id, self._params.tensors), self._params.weights, strict=True))
         self._seen = []
         for group in getattr(self._optimizer(), "param_groups", ()):
             if group.get("lr") is not None and float(group["lr"]) == 0.0:
                 continue  # no change is expected
             for param in group["params"]:
-                grad, number = param.grad, None
-                if id(param) not in weights or grad is None or param.is_meta:
+                weight, grad, number = table.weight_of(param), param.grad, None
+                if weight is None or grad is None or param.is_meta:
                     continue
                 is_first = not self._unchanged and type(grad) in OWN_MEMORY and not grad.is_sparse
                 if is_first:
                     parts = enumerate(pieces(grad.detach()))
                     number = next((number for number, (part,) in parts if part.any()), None)
-                both = (param, weights[id(param)]) if number is not None or not is_first else ()
+                both = (param, weight) if number is not None or not is_first else ()
                 self._seen.append((param, param._version, [_Look(one, number) for one in both]))
 
     def end(self, level: str) -> bool:

@@ -420,16 +420,14 @@ def state_to_capture(optimizer: Any) -> OptimizerState:
             f"amp.capture: apex.debug watches {name}, and looks at each step on the host. Take the "
             "watch off (close it, or initialize(debug=False))."
         )
-    if any([record.synchronises is not None for record in state.params.records]):
+    is_wrapped = any([record.synchronises is not None for record in state.params.records])
+    has_group = state.training.process_group is not None
+    if is_wrapped or has_group or any(map(_is_sharded, state.params.targets)):
+        parts = "ranks hold parts of the model (FSDP, a DTensor, process_group=...)"
+        what = "the model is inside of a DistributedDataParallel" if is_wrapped else parts
         raise RuntimeError(
-            "amp.capture: the model is inside of a DistributedDataParallel. Steps of several "
-            "ranks are not captured yet. Call the function without amp.capture."
-        )
-    params = state.params.targets
-    if state.training.process_group is not None or any(map(_is_sharded, params)):
-        raise RuntimeError(
-            "amp.capture: ranks hold parts of the model (FSDP, a DTensor, process_group=...). "
-            "Steps of several ranks are not captured yet. Call the function without amp.capture."
+            f"amp.capture: {what}. Steps of several ranks are not captured yet. Call the function "
+            "without amp.capture."
         )
     if state.training.is_dynamic() and not state.skipping.takes_flag:
         captures.refuse_read(optimizer, takes_flag=False, is_watched=False)

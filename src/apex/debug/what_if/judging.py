@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from apex._compat.private import tree_map_only
-from apex.amp.casting.precision_file import named_modules
+from apex.amp.casting.kept_modules import named_modules
 from apex.debug import calls
 from apex.debug.tensors import largest
 from apex.debug.undisturbed import unchanged

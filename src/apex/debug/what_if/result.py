@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from apex._compat import private
-from apex.amp.casting.precision_file import MARK, VERSION
+from apex.amp.casting.kept_modules import MARK, VERSION
 from apex.debug.sentences import SHOWN, listed
 from apex.debug.tensors import plain
 from apex.debug.undisturbed import unchanged, undisturbed

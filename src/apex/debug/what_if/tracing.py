@@ -17,7 +17,7 @@ import torch
 
 from apex._compat import private
 from apex._compat.private import tree_flatten, tree_map_only
-from apex.amp.casting.precision_file import by_name, own_tensors
+from apex.amp.casting.kept_modules import by_name, own_tensors
 from apex.debug import calls
 from apex.debug.tensors import HALVES, largest
 from apex.debug.what_if import formats

@@ -1,0 +1,126 @@
+"""QK-Clip, which keeps attention logits from growing: what makes MuonClip of Muon.
+
+Kimi Team, "Kimi K2: Open Agentic Intelligence", arXiv:2507.20534, section 2.1. Not here: heads that
+share a part of their keys (multi-head latent attention), and DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+PIECE = 2**24  # logits in memory at once
+Rows = torch.Tensor | Sequence[torch.Tensor]
+
+
+@torch.no_grad()
+def max_attention_logits(
+    query: torch.Tensor, key: torch.Tensor, *, scale: float | None = None, is_causal: bool = False
+) -> torch.Tensor:
+    """Compute the largest logit of each attention head, without all logits in memory.
+
+    The matrix product runs in the dtype of ``query``. Every position counts.
+
+    Args:
+        query: ``(..., heads, queries, dim)``, after rotary embeddings and norms.
+        key: ``(..., key_heads, keys, dim)``; ``key_heads`` divides ``heads``.
+        scale: Of the logits; by default ``dim ** -0.5``.
+        is_causal: Whether query ``i`` sees keys up to ``i`` alone.
+
+    Returns:
+        ``(heads,)``, float32, or float64 for float64.
+
+    Raises:
+        ValueError: ``key_heads`` does not divide ``heads``.
+    """
+    heads, groups = query.shape[-3], key.shape[-3]
+    _check_heads("max_attention_logits", heads, groups)
+    keys = key.repeat_interleave(heads // groups, -3).mT
+    keys = keys * (query.shape[-1] ** -0.5 if scale is None else scale)
+    rows = max(1, PIECE // max(1, keys.shape[-1] * query.shape[:-2].numel()))
+    found = []
+    for number, part in enumerate(torch.split(query, rows, -2)):
+        logits = part @ keys
+        if is_causal:
+            seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
+            logits.masked_fill_(seen.tril(number * rows).logical_not_(), -torch.inf)
+        found.append(logits.movedim(-3, 0).flatten(1).amax(1))
+    largest = torch.stack(found).amax(0)
+    return largest if largest.dtype == torch.float64 else largest.float()
+
+
+@torch.no_grad()
+def qk_clip_(
+    query: Rows,
+    key: Rows,
+    max_logits: torch.Tensor,
+    *,
+    threshold: float = 100.0,
+    key_heads: int | None = None,
+) -> torch.Tensor:
+    """Scale the query and key weights of heads whose largest logit exceeds a threshold, in place.
+
+    Call it after the optimizer's step. With ``factor = min(1, threshold / max_logits)`` of a head,
+    its query and key rows are each multiplied by ``sqrt(factor)``, and so its logits by ``factor``.
+    Heads that share a key take the smallest factor of their group for it, and each of them the rest
+    for its query. Without a head above the threshold nothing is written. To know that, the host
+    waits for the device. A largest logit of inf or NaN, from a step that is skipped, is left alone.
+
+    It has no effect with a norm between weights and logits (QK norm), which undoes the scale.
+
+    Args:
+        query: Weight ``(heads * dim, in)``, or a list of it and its bias ``(heads * dim,)``. Of a
+            fused layer pass rows: those of ``weight.detach().chunk(3)``.
+        key: The same of the keys, ``(key_heads * dim, in)``.
+        max_logits: ``(heads,)``; the largest over all data-parallel ranks, so that they stay equal.
+        threshold: Largest logit allowed.
+        key_heads: How many heads the keys have; by default as many as the queries.
+
+    Returns:
+        The factor of each head's logits, ``(heads,)``.
+
+    Raises:
+        TypeError: A weight is a DTensor.
+        ValueError: Rows are no multiple of heads, ``key_heads`` does not divide ``heads``, or
+            ``threshold`` is not above 0.
+
+    Example:
+        >>> query, key = torch.ones(2, 1), torch.ones(2, 1)
+        >>> qk_clip_(query, key, torch.tensor([50.0, 400.0]), threshold=100.0)
+        tensor([1.0000, 0.2500])
+        >>> query.tolist()
+        [[1.0], [0.5]]
+    """
+    heads, groups = len(max_logits), len(max_logits) if key_heads is None else key_heads
+    _check_heads("qk_clip_", heads, groups)
+    if not threshold > 0:
+        raise ValueError(f"qk_clip_: threshold was {threshold}; pass a number above 0.")
+    parts = [(one, heads) for one in _listed(query)] + [(one, groups) for one in _listed(key)]
+    for one, count in parts:
+        if hasattr(one, "placements"):
+            raise TypeError("qk_clip_: a weight is a DTensor; pass the rows of whole heads.")
+        if len(one) % count:
+            raise ValueError(
+                f"qk_clip_: the rows of a weight of shape {tuple(one.shape)} are those of no "
+                f"{count} heads."
+            )
+    large = max_logits.isfinite() & (max_logits > threshold)
+    factor = torch.where(large, threshold / max_logits, 1.0)
+    if large.any():
+        of_keys = factor.view(groups, -1).amin(1).sqrt()
+        of_queries = factor / of_keys.repeat_interleave(heads // groups)
+        for rows, scales in ((query, of_queries), (key, of_keys)):
+            for one in _listed(rows):
+                blocks = one.detach().view(len(scales), -1, *one.shape[1:])
+                blocks.mul_(scales.view(-1, *[1] * one.dim()))
+    return factor
+
+
+def _listed(rows: Rows) -> list[torch.Tensor]:
+    return [rows] if isinstance(rows, torch.Tensor) else list(rows)
+
+
+def _check_heads(name: str, heads: int, groups: int) -> None:
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{name}: {groups} key heads do not divide {heads} heads.")
