@@ -9,7 +9,7 @@ import torch
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.focal_loss.focal_loss import FocalLoss
 from apex.ops import _runtime
-from apex.ops.losses.focal_loss import OP
+from apex.ops.losses.focal_loss import OP, reference
 from tests.tolerance import assert_one_rounding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -246,3 +246,17 @@ def test_bad_input(changes, said):
     }  # fmt: skip
     with pytest.raises(ValueError, match=said):
         focal_loss(**arguments | changes)
+
+
+@pytest.mark.parametrize("columns", [5, 7])
+def test_few_anchors_are_computed_at_once_with_the_bits_of_the_definition(columns):
+    logits = torch.randn(6, columns, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets, positives = torch.tensor([-2, -1, 0, 4, 2, -2]), torch.tensor([3.0])
+    args = (logits, targets, positives, 5, 0.25, 2.0, 0.1)
+    found, expected = OP.torchs(*args), reference(*args)
+    assert torch.equal(found, expected)
+    assert torch.equal(focal_loss(*args), expected)
+    grads = [torch.autograd.grad(loss, logits)[0] for loss in (found, expected)]
+    assert torch.equal(*grads)
+    assert OP.torchs(logits, targets, positives.to("meta"), *args[3:]) is None
+    assert OP.torchs(logits.int(), *args[1:]) is None

@@ -132,7 +132,7 @@ class op:  # lower case, like torch.autocast: used as a function
         self.compiles_to_operator = compiles_to_operator
         self.names = list(arguments)
         self.tensors = [name for name, kind in arguments.items() if kind.startswith("Tensor")]
-        self.constants = [name for name in arguments if name not in self.tensors]
+        self._count, self.constants = len(self.tensors), self.names[len(self.tensors) :]
         self.saves = list(saves or [*self.tensors, *self.results[1:]])
         # Pieces that say from which size on they serve (``above``) stand beside a kernel; others
         # replace it.
@@ -142,9 +142,8 @@ class op:  # lower case, like torch.autocast: used as a function
         #: so an operation that is not to save a tensor with a gradient never takes the definition.
         self.own_backward = always or (gradient is None and not set(grads) <= set(self.saves))
         # Whether pieces are faster than the definition, which may depend on all arguments.
-        self._serves = getattr(pieces, "serves", None) or (lambda *args: True)
-        if self.own_backward:
-            self._serves = lambda *args: True
+        serves = None if self.own_backward else getattr(pieces, "serves", None)
+        self._serves = serves or (lambda *args: True)
         always_ours = Threshold(1, 1) if self.own_backward else None
         self.threshold = always_ours or threshold(self.name) or Threshold(sys.maxsize, sys.maxsize)
         # ``above`` of it: elements up to which the definition computes what is not on CUDA.
@@ -289,7 +288,7 @@ class op:  # lower case, like torch.autocast: used as a function
             except _REFUSALS:
                 return None
         device = given[0].device
-        for tensor in given[1 : len(self.tensors)]:
+        for tensor in given[1 : self._count]:
             if tensor is not None and not (
                 type(tensor) in _runtime.TENSOR_TYPES and tensor.device == device
             ):
@@ -299,8 +298,7 @@ class op:  # lower case, like torch.autocast: used as a function
             return None
         if implementation is self._eager and not torch.is_grad_enabled():
             return _as_tuple(implementation.forward(*self._dense(args)))[0]
-        count = len(self.tensors)
-        return self.compute(*args[:count], (implementation, *args[count:]))
+        return self.compute(*args[: self._count], (implementation, *args[self._count :]))
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Choose a path and compute ``y``."""
@@ -314,8 +312,7 @@ class op:  # lower case, like torch.autocast: used as a function
             return self._unusual(*args)
         if implementation is None or (implementation is self._eager and not self._serves(*args)):
             return self.definition(*args)
-        count = len(self.tensors)
-        return self.compute(*args[:count], (implementation, *args[count:]))
+        return self.compute(*args[: self._count], (implementation, *args[self._count :]))
 
     def _unusual(self, *args: Any) -> torch.Tensor:
         """A call under autocast, a transform, the compiler or a mode, or with unusual tensors."""
@@ -431,7 +428,7 @@ class op:  # lower case, like torch.autocast: used as a function
 
     def _recorded(self, keys: Any, *args: Any) -> Any:
         """The operator where autograd is on: the function, with the operators below to compute."""
-        operators, count = _Operators(self, keys), len(self.tensors)
+        operators, count = _Operators(self, keys), self._count
         if torch.is_grad_enabled() and private.any_requires_grad(*args):
             y = self._function.apply(*args[:count], (operators, *args[count:]))
             more, operators.more = operators.more, ()  # the graph holds `operators`

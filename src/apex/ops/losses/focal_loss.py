@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from apex.ops import _runtime
-from apex.ops._check import INTEGERS, ArgumentError, check_shape, check_tensors, traced
+from apex.ops._check import FLOATS, INTEGERS, ArgumentError, check_shape, check_tensors, traced
 from apex.ops._dtypes import wide
 from apex.ops._op import op
 
@@ -37,13 +37,16 @@ IGNORED = -2  # the target of anchors that do not count
 
 def reference(
     logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, classes: int,
-    alpha: float, gamma: float, smoothing: float,
+    alpha: float, gamma: float, smoothing: float, *, are_checked: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the definition."""
+    """Compute the definition; ``are_checked``: all targets are known to be in range."""
     to, targets = wide(logits), targets.long().unsqueeze(-1)  # -2 is no uint8
     ignored = targets == IGNORED
     positive = targets == torch.arange(classes, device=logits.device)
-    u = logits.narrow(-1, 0, classes).to(to).masked_fill(ignored, 0.0)  # nan there has no gradient
+    padded = not are_checked or logits.shape[-1] != classes
+    u = (
+        (logits.narrow(-1, 0, classes) if padded else logits).to(to).masked_fill(ignored, 0.0)
+    )  # nan there has no gradient
     u = torch.where(positive, -u, u)
     loss = F.softplus(u, threshold=40.0)  # from 20 on, torch's default, float64 is not exact
     if smoothing:
@@ -54,8 +57,11 @@ def reference(
         power = torch.exp(gamma * F.logsigmoid(u))
     weight = torch.where(positive, u.new_full((), alpha), 1.0 - alpha)
     sums = (weight * power * loss).sum(-1, keepdim=True)
-    known = (targets >= IGNORED) & (targets < classes)
-    counts = torch.where(known, u.new_ones(()), torch.nan).masked_fill(ignored, 0.0)
+    if are_checked:
+        counts = torch.where(ignored, u.new_zeros(()), 1.0)
+    else:
+        known = (targets >= IGNORED) & (targets < classes)
+        counts = torch.where(known, u.new_ones(()), torch.nan).masked_fill(ignored, 0.0)
     return (sums * counts).sum() / num_positives.to(to).reshape(())
 
 
@@ -77,8 +83,18 @@ def _fitting(
     ):
         return None
     if targets.is_cpu:
-        _check_targets("focal_loss", targets.reshape(-1).long(), classes)
+        _check_targets("focal_loss", targets, classes)
     return logits, targets, num_positives, classes, alpha, gamma, smoothing
+
+
+def _torchs(
+    logits: torch.Tensor, targets: torch.Tensor, num_positives: torch.Tensor, *rest: Any
+) -> torch.Tensor | None:
+    device = logits.device  # torch takes a number on a CPU beside a device
+    if logits.dtype not in FLOATS or not device == targets.device == num_positives.device:
+        return None
+    args = _fitting(logits, targets, num_positives, *rest)
+    return None if args is None else reference(*args, are_checked=targets.is_cpu)
 
 
 OP = op(
@@ -87,6 +103,7 @@ OP = op(
     reference,
     grads=("logits",),
     compiles_to_operator=lambda *args: False,
+    torchs=_torchs,
     fitting=_fitting,
 )
 
@@ -136,12 +153,16 @@ def checked(
         total = num_positives.reshape(-1)
         check_shape(name, "num_positives_sum", total, (1,), "has to be one number")
     if targets.is_cpu and not (_runtime.recorded() or _runtime.transformed()):
-        _check_targets(name, targets.reshape(-1).long(), classes)
+        _check_targets(name, targets, classes)
     return logits, targets, num_positives, classes, alpha, gamma, smoothing
 
 
 def _check_targets(name: str, targets: torch.Tensor, classes: int) -> None:
-    if len(targets) and (targets.min() < IGNORED or targets.max() >= classes):
+    if not targets.numel():
+        return
+    low, high = torch.aminmax(targets)
+    if low.item() < IGNORED or high.item() >= classes:
+        targets = targets.reshape(-1).long()  # -2 is no uint8
         at = int(((targets < IGNORED) | (targets >= classes)).nonzero()[0])
         raise IndexError(
             f"{name}: the target of anchor {at} is {int(targets[at])}; allowed are 0 to "
