@@ -129,7 +129,7 @@ SCRIPTS = {  # script -> cause, line, operation
         LOOP.replace("LOSS", "z = out / out.sum(1, keepdim=True)\n    loss = head(z).sum()")
         .replace("opt = ", "head = nn.Linear(4, 2)\nopt = ")
         .replace("net.parameters()", "[*net.parameters(), *head.parameters()]"),
-        "data", "out.sum(1", "div"),
+        "model", "out.sum(1", "div"),
     "written in place": (
         LOOP.replace("LOSS", "out += 1; out -= 1; out.log_(); loss = out.mean()"),
         "loss", "out.log_()", "log_"),

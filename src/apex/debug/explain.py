@@ -96,6 +96,7 @@ class _Explanation:
         self._replay = Replay(fault.calls, self._named, fault.scale, step)
         self._any = fault.together.any
         self._notes: list[str] = []
+        self._is_between = False  # whether it came about between two forwards
         self._hint = "" if step else HINT
         usable = fault.tape is not None and fault.calls and not fault.together.needs_others
         self._tape = fault.tape if usable else None
@@ -208,23 +209,28 @@ class _Explanation:
         prepared = None
         if self._tape is not None and (not is_shown or after or _is_input(origin)):
             again, inside = self._try_tape()
-            if inside is not None and _is_input(origin):
-                prepared = inside if inside.index and inside.module is None else None
+            self._is_between = _is_input(origin) and any(map(_came_from_a_model, self._fault.calls))
+            if _is_input(origin) and not self._is_between:
+                prepared = inside
             elif inside is not None:
                 run, result, origin, is_shown = self._run_tape, again, inside, True
         if not is_shown:
             return self._not_shown(run, was_bad)
         report = self._classify(run, result, origin)
-        if prepared is not None:
+        if prepared is not None and prepared.index and prepared.module is None:
             self._name_line_of_input(report, prepared)
         report.parameters = list(result.bad_gradients())
+        if origin is None or origin.kind != "buffer":
+            self._note_buffers()
+        return report
+
+    def _note_buffers(self) -> None:
         buffers = named_in(self._models, "named_buffers")
         bad = [name for name, one in buffers if is_bad(one) and bool(one.isnan().any())]
-        if bad and (origin is None or origin.kind != "buffer"):
+        if bad:
             self._notes.append(
                 f"the forward has also written NaN into the buffer {bad[0]}, which stays there"
             )
-        return report
 
     def _run_tape(self, factor: float = 1.0) -> ReplayResult:
         """Run again what the program computed before, between and after the forwards."""
@@ -318,6 +324,7 @@ class _Explanation:
             sentence = f"{gave} in {dtype}, and finite values in float32{end}."
             return self._make("range", sentence, origin)
         in_loss = origin.module is None and run in (self._replay.run_step, self._run_tape)
+        in_loss = in_loss and not self._is_between
         where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
         what = "NaN" if origin.has_nan() else "inf"
         also = f" (also {what} when recomputed in float32)"
@@ -435,6 +442,11 @@ def _because(origin: Origin) -> str:
     if not size:
         return ""
     return f": each of the {size} inputs of the row is -inf, so a mask leaves it empty"
+
+
+def _came_from_a_model(call: Call) -> bool:
+    """Whether an input that is not finite was computed from what another forward gave."""
+    return any(one.requires_grad and is_bad(one) for one in call.inputs)
 
 
 def _is_input(origin: Origin | None) -> bool:
