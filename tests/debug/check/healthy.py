@@ -109,6 +109,16 @@ for step in range(6):
         scaled_loss.backward()
     opt.step()
 """,
+    "label_smoothing": """
+net = nn.Linear(8, 4)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x, y = torch.randn(16, 8), torch.arange(16) % 4
+    loss = F.cross_entropy(net(x), y, label_smoothing=0.1)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+""",
     "amp_beside_a_model_without_it": """
 from apex import amp
 one, two = net = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])

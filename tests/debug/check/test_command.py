@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from apex.debug.check import scales, schedules
+from apex.debug.check import run, scales, schedules
 from tests import forked
 from tests.debug.check.planted import HEAD, PLANTED
 
@@ -152,6 +152,25 @@ def test_a_rule_that_raises_is_dropped_and_named(check, monkeypatch):
     assert [one["kind"] for one in found["found"]] == ["clip-before-unscale"]
     assert check.out == output
     assert "a rule of apex failed, please report it: Scaled: ZeroDivision" in check.err
+
+
+@pytest.mark.parametrize(
+    ("owner", "place"),
+    [(run, "scales_of"), (run.CheckRun, "_before_step"), (run.CheckRun, "_begin_module")],
+)
+def test_an_error_of_the_check_itself_ends_the_check_and_not_the_program(
+    owner, place, check, monkeypatch
+):
+    def fails(*args):
+        raise ZeroDivisionError("a defect")
+
+    fails.__name__ = place
+    _, output = check.plainly(HEALTHY)
+    monkeypatch.setattr(owner, place, fails)
+    found = check(HEALTHY)
+    (failed,) = found["failed_rules"]
+    assert failed.endswith(": ZeroDivisionError: a defect")
+    assert (check.out, found["exit"]) == (output, 0)
 
 
 def test_what_was_reached(check):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,3 +58,6 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
         yield found
     finally:
         found += run.finish()
+        for error in run.failed:
+            text = f"apex.debug.check: a rule failed, please report it: {error}"
+            warnings.warn(text, stacklevel=3)

@@ -234,7 +234,9 @@ def _factor(node: Any) -> float | None:
         other = node._saved_other if node.name().startswith("Mul") else None
     except RuntimeError:  # freed
         return None
-    return float(other) if other is not None and other.numel() == 1 else None
+    if isinstance(other, torch.Tensor):
+        other = other.item() if other.numel() == 1 else None
+    return float(other) if isinstance(other, int | float) else None  # or complex
 
 
 def walk(root: torch.Tensor) -> Iterator[Any]:

@@ -120,12 +120,16 @@ class CheckRun:
         for kind in (_Scaler, _Optimizer, *_subclasses(LRScheduler)):
             self._patch_own(kind)
         self._undo += [
-            register_optimizer_step_pre_hook(self._before_step).remove,
-            register_optimizer_step_post_hook(self._after_step).remove,
+            register_optimizer_step_pre_hook(self._guarded(self._before_step)).remove,
+            register_optimizer_step_post_hook(self._guarded(self._after_step)).remove,
         ]
         self._undo_values = [
-            torch_modules.register_module_forward_pre_hook(self._begin_module).remove,
-            torch_modules.register_module_forward_hook(self._end_module, always_call=True).remove,
+            torch_modules.register_module_forward_pre_hook(
+                self._guarded(self._begin_module)
+            ).remove,
+            torch_modules.register_module_forward_hook(
+                self._guarded(self._end_module), always_call=True
+            ).remove,
             partial(pop_mode, self._values),
         ]
         private.push_mode(self._values)
@@ -133,19 +137,49 @@ class CheckRun:
             os.register_at_fork(after_in_child=partial(_stop_in_child, weakref.ref(self)))
 
     def _put(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
-        """Patch a function; a method that calls that of its base is seen once."""
+        """Patch a function; a method that calls that of its base is seen once.
+
+        An error of the handler ends the check, and not the program.
+        """
 
         def guarded(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             key = (name, id(args[0]) if args else 0)
             if self.facts.busy or key in self._running:
                 return inner(*args, **kwargs)
+            calls: list[tuple[Any, ...]] = []  # of the program's function: what it gave, if it did
+
+            def called(*args: Any, **kwargs: Any) -> Any:
+                calls.append(())
+                calls[-1] = (inner(*args, **kwargs),)
+                return calls[-1][0]
+
             self._running.add(key)
             try:
-                return handler(inner, *args, **kwargs)
+                return handler(called, *args, **kwargs)
+            except Exception as error:
+                if calls and not calls[-1]:
+                    raise
+                self._break_off(name, error)
+                return calls[-1][0] if calls else inner(*args, **kwargs)
             finally:
                 self._running.discard(key)
 
         self._undo.append(around(owner, name, guarded))
+
+    def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook whose own error ends the check, and not the program."""
+
+        def guarded(*args: Any) -> Any:
+            try:
+                return hook(*args) if self.facts.busy < _FOR_GOOD else None
+            except Exception as error:  # noqa: BLE001  # the program goes on
+                self._break_off(hook.__name__, error)
+
+        return guarded
+
+    def _break_off(self, name: str, error: Exception) -> None:
+        self.failed.append(f"{name}: {type(error).__name__}: {error}")
+        self.facts.busy = _FOR_GOOD
 
     def _patch_own(self, kind: type) -> None:
         """Patch the methods that a class has itself; those of its bases are patched there."""
@@ -439,6 +473,7 @@ class CheckRun:
             self._send("network_ends", tensors)
 
 
+_FOR_GOOD = 1_000_000  # for facts.busy: nothing is looked at any more
 _SAVERS = ((torch, "save"), (pickle, "dump"))
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_SCALER = ("scale", "unscale_", "step", "update", "get_scale")
@@ -459,5 +494,5 @@ def _subclasses(kind: type) -> list[type]:
 def _stop_in_child(run: weakref.ref[CheckRun]) -> None:
     """Look at nothing in a child process, such as a worker of a DataLoader."""
     if (here := run()) is not None:
-        here.facts.busy = 1_000_000
+        here.facts.busy = _FOR_GOOD
         here._stop_values()
