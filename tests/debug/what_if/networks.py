@@ -549,6 +549,14 @@ class Steps(nn.Module):
         return self.body(torch.cat([angles.sin(), angles.cos()], 1).to(times.dtype))
 
 
+class WideSteps(Steps):
+    """The same without a cast, which a layer of 16 bits refuses."""
+
+    def forward(self, times):
+        angles = times[:, None] * torch.arange(1, 9, device="cpu")
+        return self.body(torch.cat([angles.sin(), angles.cos()], 1))
+
+
 def late_times():
     def loss(model, batch):
         return F.mse_loss(model(batch[0]).float(), batch[1])
@@ -558,6 +566,13 @@ def late_times():
         return times, torch.stack([(times * one / 8).sin() for one in (3, 5, 6, 8)], 1)
 
     return Steps(), loss, batch
+
+
+def features_in_float32():
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0]).float(), batch[1])
+
+    return WideSteps(), loss, lambda: (classes(9, 48), normal(48, 4))
 
 
 def distances():
@@ -592,7 +607,7 @@ HEALTHY = [
 FAULTY = [
     kelvin_targets, two_targets, offset_logits, raw_inputs, two_moments, squares_overflow,
     squares_vanish, long_stream, padding_of_a_billion, powers_of_scores, late_times, distances,
-    small_differences,
+    features_in_float32, small_differences,
 ]  # fmt: skip
 
 
