@@ -11,7 +11,7 @@ Limits: 14 healthy networks and 14 faulty ones (``tests/debug/what_if/networks.p
 each. Of healthy ones the cosine was at least 0.942 (a constant channel of 300 before a batch norm;
 0.993 of the others) and the loss at most 1 % off. Faulty ones without a fault in a layer had a
 cosine below 0.90, a loss that was off by a tenth and a cosine below 0.98, gradients 10 times as
-large, or numbers that were not finite. 34 more healthy networks, written afterwards: 0.995, and 0.3
+large, or numbers that were not finite. 33 more healthy networks, written afterwards: 0.995, and 0.3
 % where the loss is not near 0. The loss alone decides nothing: that of a policy gradient with
 ratios of 1 is 0, and that of a copy beside its teacher, whose gradients are 0 too.
 """
