@@ -8,6 +8,7 @@ import torch
 
 from apex.debug.check import run, scales, schedules
 from tests import forked
+from tests.debug.check.healthy import HEALTHY as HEALTHY_PROGRAMS
 from tests.debug.check.planted import HEAD, PLANTED
 
 CLIPS = PLANTED["clip_grad_norm"].program()
@@ -171,6 +172,13 @@ def test_an_error_of_the_check_itself_ends_the_check_and_not_the_program(
     (failed,) = found["failed_rules"]
     assert failed.endswith(": ZeroDivisionError: a defect")
     assert (check.out, found["exit"]) == (output, 0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_last_step_of_amp_is_counted(level, check):
+    text = HEALTHY_PROGRAMS[f"amp_{level}"]
+    found = check(HEAD + text)
+    assert found["steps"] == int(re.search(r"range\((\d+)\)", text)[1])
 
 
 def test_what_was_reached(check):

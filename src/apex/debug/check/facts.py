@@ -51,10 +51,18 @@ class Mark:
 
 @dataclass
 class Count:
-    """Steps of one optimizer: those of others before it, tried ones, those that were made."""
+    """Steps of one optimizer.
+
+    Attributes:
+        start: Of other optimizers before it.
+        tried: That it was to make; amp counts one when it has ended.
+        begun: ``tried`` when the last one began.
+        real: That it has made.
+    """
 
     start: int = 0
     tried: int = 0
+    begun: int = 0
     real: int = 0
 
 

@@ -87,13 +87,15 @@ class CheckRun:
         while self._undo:
             self._undo.pop()()
         self._stop_values()
+        for one in list(self.facts.optimizers):
+            self.facts.count(one)
         self.facts.measuring = True
         self._send("ends")
-        found = list(self.facts.found.values())
-        for one in found:
+        findings = list(self.facts.found.values())
+        for found in findings:
             measured = min(self.facts.steps, self.facts.limit)
-            one.steps = self.facts.steps if one.count > measured else measured
-        return found
+            found.steps = self.facts.steps if found.count > measured else measured
+        return findings
 
     # -- attaching ---------------------------------------------------------------------------------
 
@@ -349,6 +351,8 @@ class CheckRun:
         if facts.busy:
             return None
         facts.quiet += 1
+        count = facts.count(optimizer)
+        count.begun = count.tried
         self._steps.append(_skips(optimizer))
         if closure is None:
             self._begin_step(optimizer)
@@ -377,7 +381,8 @@ class CheckRun:
     def _end_attempt(self, optimizer: Any, *, skipped: bool) -> None:
         self._send("attempt_ends", optimizer, skipped=skipped)
         count = self.facts.count(optimizer)
-        count.tried += not hasattr(optimizer, "_amp_stash")
+        is_managed = hasattr(optimizer, "_amp_stash")
+        count.tried = max(count.tried, count.begun + 1) if is_managed else count.tried + 1
         self.facts.asked = self.facts.low = False
         self._look_at_the_limit()
 
