@@ -178,9 +178,17 @@ def test_the_line_is_named(run, name):
         assert "16 NaN of 128 values (all 16 rows): div (at train.py:" in report["sentence"]
 
 
-def test_a_mean_of_no_elements_is_called_one(run):
-    report, _ = run(LOOP.replace("LOSS", "loss = out[out > 9].square().mean()"))
-    assert report["sentence"].endswith("gave 1 NaN of 1 values: the mean of no elements.")
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("out[out > 9].square().mean()", "the mean of no elements"),
+        ("F.cross_entropy(out, torch.full((16,), -100))",
+         "all 16 labels are -100, which it ignores"),
+    ],
+)  # fmt: skip
+def test_a_mean_of_nothing_is_called_one(run, loss, said):
+    report, _ = run(LOOP.replace("LOSS", f"loss = {loss}"))
+    assert report["sentence"].endswith(f"gave 1 NaN of 1 values: {said}.")
 
 
 SIZES = """

@@ -38,6 +38,7 @@ _HALVINGS = 24
 _NOT_FINITE_EITHER = (
     "in float32 the step is not finite either: another operation makes an inf or NaN"
 )
+_LABELS = ("nll_loss_forward", "nll_loss2d_forward")
 _SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _Loss = Callable[[], torch.Tensor]
 
@@ -433,6 +434,10 @@ def _because(origin: Origin) -> str:
         return ""
     if name == "mean" and not origin.call[1][0].numel():
         return ": the mean of no elements"
+    if name in _LABELS:
+        _, labels, _, _, ignored = origin.call[1]
+        is_empty = labels.numel() and bool((labels == ignored).all())
+        return f": all {labels.numel()} labels are {ignored}, which it ignores" if is_empty else ""
     if name not in _SOFTMAXES:
         return ""
     (x, dim), size = origin.call[1][:2], 0
