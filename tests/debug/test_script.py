@@ -92,13 +92,34 @@ def test_a_module_is_told_of_after_it_has_run(tmp_path, monkeypatch):
     assert seen == [3, "at once"]
 
 
+TRAINS = """
+import torch
+print("ran", torch.ones(1).item())
+net = torch.nn.Linear(2, 2)
+opt = torch.optim.SGD(net.parameters(), 0.1)
+torch.log(net(torch.ones(1, 2)) * 0).sum().backward()
+opt.step()
+"""
+FAILS = """
+import sys
+sys.modules["apex.ops._runtime"] = None
+try:
+    from apex.optimizers import FusedAdam
+except ImportError:
+    del sys.modules["apex.ops._runtime"]
+"""
+BESIDE = "import threading; threading.Thread(target=__import__, args=('apex.RNN',)).start()"
+FIRST = ["from apex import amp", "import apex.debug", "import amp_C", FAILS, BESIDE]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["from apex import amp", "import apex.debug", "import amp_C"])
+@pytest.mark.parametrize("line", FIRST)
 @pytest.mark.parametrize("command", ["debug", "check"])
 def test_a_program_may_import_apex_before_torch(line, command, tmp_path):
     file = tmp_path / "program.py"
-    file.write_text(f"{line}\nimport torch\nprint('ran', torch.ones(1).item())\n")
+    file.write_text(line + TRAINS)
     words = [sys.executable, "-m", "apex", command, str(file)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert "ran 1.0" in done.stdout, done.stderr
     assert "Error" not in done.stderr
+    assert {"debug": "torch.log" in done.stderr, "check": "in 1 step" in done.stderr}[command]

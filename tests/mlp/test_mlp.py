@@ -157,6 +157,10 @@ def test_errors():
             ValueError, match=r"activation is 3; allowed are 0 \(none\), 1 \(relu\)"
         ):
             function(True, 3, x, weight, bias)
+        with pytest.raises(ValueError, match="activation is 1.0; allowed are"):
+            function(True, 1.0, x, weight, bias)
+        one = function(True, torch.tensor(1), x, weight, bias)
+        assert torch.equal(one, function(True, 1, x, weight, bias))
     with pytest.raises(
         ValueError, match=r"the output of weight_0 has shape \[2, 4\] and weight_1 "
     ):

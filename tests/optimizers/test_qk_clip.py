@@ -115,7 +115,19 @@ def test_a_distributed_weight_is_refused(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_refused(options, said):
+    with pytest.raises(ValueError, match="query has 2 dimensions and key 3; pass "):
+        max_attention_logits(torch.ones(5, 2), torch.ones(2, 5, 2))
     with pytest.raises(ValueError, match=said):
         qk_clip_(torch.ones(6, 2), torch.ones(4, 2), torch.ones(3), **options)
     with pytest.raises(ValueError, match="max_attention_logits: 2 key heads do not divide 3 heads"):
         max_attention_logits(torch.ones(3, 5, 2), torch.ones(2, 5, 2))
+
+
+def test_factors_of_narrow_logits_are_float32():
+    """A head below the threshold keeps its logits, and its group's key is scaled."""
+    query, key = torch.ones(2, 1), torch.ones(1, 1)
+    logits = torch.tensor([200.0, 1.0], dtype=torch.bfloat16)
+    wide = [torch.ones(2, 1), torch.ones(1, 1)]
+    found = qk_clip_(query, key, logits, key_heads=1)
+    assert torch.equal(found, qk_clip_(*wide, logits.float(), key_heads=1))
+    assert torch.equal(query, wide[0])

@@ -113,7 +113,10 @@ def stepped(optimizer: Any) -> bool:
     because amp never skips its steps; of :class:`~apex.amp.GradScaler` ask ``scaler.stepped``.
     """
     state = state_of(optimizer)
-    return True if state is None else bool(state.overflow.counts.stepped)
+    if state is None:
+        return True
+    taken = state.overflow.counts.stepped
+    return not taken.is_meta and bool(taken)
 
 
 def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:

@@ -119,8 +119,10 @@ class Training:
         return [w for own in weights if stepped.isdisjoint(map(id, own)) for w in own]
 
     def is_over(self) -> bool:
-        """Whether it had optimizers, of which none is left to amp."""
-        return bool(self._ledgers) and self not in alive()
+        """Whether none of its optimizers, or of its models where it has none, is left to amp."""
+        if self._ledgers:
+            return self not in alive()
+        return all(reference() is None for reference, _ in self._models)
 
     def name_of(self, weight: torch.Tensor | None) -> str:
         """The name of a model weight, with the model's number when there are several."""

@@ -32,8 +32,14 @@ def max_attention_logits(
         ``(heads,)``, float32, or float64 for float64.
 
     Raises:
-        ValueError: ``key_heads`` does not divide ``heads``.
+        ValueError: ``key_heads`` does not divide ``heads``, or a tensor has less than three
+            dimensions.
     """
+    if query.dim() < 3 or key.dim() < 3:
+        raise ValueError(
+            f"max_attention_logits: query has {query.dim()} dimensions and key {key.dim()}; pass "
+            "(..., heads, positions, dim)."
+        )
     heads, groups = query.shape[-3], key.shape[-3]
     _check_heads("max_attention_logits", heads, groups)
     keys = key.repeat_interleave(heads // groups, -3).mT
@@ -105,6 +111,8 @@ def qk_clip_(
                 f"qk_clip_: the rows of a weight of shape {tuple(one.shape)} are those of no "
                 f"{count} heads."
             )
+    if max_logits.dtype != torch.float64:
+        max_logits = max_logits.float()
     large = max_logits.isfinite() & (max_logits > threshold)
     factor = torch.where(large, threshold / max_logits, 1.0)
     if large.any():

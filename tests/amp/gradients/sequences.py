@@ -250,7 +250,7 @@ class Sequence:
         is_zero = [self.device == "meta" or equal(grad, None) for grad in left]
         assert not frees or (len(left) <= 1 and all(is_zero))
         skipped = self.hand.step(number, inside)
-        assert self.device == "meta" or amp.stepped(optimizer) == (not skipped)
+        assert amp.stepped(optimizer) == (not skipped) or self.device == "meta"
         self.compare(stepped=True)
         if (skipped and clears) or self.by_contract:
             self.zero_grad(number, True)

@@ -377,6 +377,14 @@ def test_a_disabled_initialize_leaves_an_earlier_training_its_checkpoint():
     assert amp.state_dict() == {}
 
 
+def test_a_training_without_optimizers_ends_with_its_model():
+    model = amp.initialize(net(0), opt_level="O2", verbosity=0)
+    assert list(amp.state_dict()) == ["loss_scaler0"]
+    del model
+    amp.initialize(net(1), enabled=False)
+    assert amp.state_dict() == {}
+
+
 def test_of_two_optimizers_one_is_released():
     models = [net(0), net(1)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

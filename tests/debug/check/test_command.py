@@ -174,6 +174,26 @@ def test_an_error_of_the_check_itself_ends_the_check_and_not_the_program(
     assert (check.out, found["exit"]) == (output, 0)
 
 
+GIVES = """
+def gives():
+    yield from net.parameters()
+    raise ValueError("mine")
+nn.utils.clip_grad_norm_(gives(), 1.0)
+"""
+
+
+def test_an_error_of_an_iterator_of_the_program_reaches_it(check):
+    text = HEALTHY + GIVES
+    assert "mine" not in text.replace(GIVES, "")
+    found = check(text)
+    assert (found["exit"], found["failed_rules"]) == (1, [])
+    assert "ValueError: mine" in check.err
+
+
+def test_what_is_saved_may_be_named(check):
+    assert check(HEALTHY + "import io; torch.save(obj=net, f=io.BytesIO())\n")["failed_rules"] == []
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_the_last_step_of_amp_is_counted(level, check):
     text = HEALTHY_PROGRAMS[f"amp_{level}"]

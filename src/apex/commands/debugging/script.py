@@ -8,6 +8,7 @@ import os
 import pkgutil
 import runpy
 import sys
+import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -112,12 +113,13 @@ def after_import(name: str, tell: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finds modules as the others do, and tells when one has run.
 
-    Not within an import of apex's own: what is told would find its modules half made.
+    In the main thread not within an import of apex's own, also one that fails: what is told would
+    find its modules half made.
     """
 
     def __init__(self, name: str, tell: Callable[[], None]) -> None:
         self._name, self._tell = name, tell
-        self._depth, self._has_run = 0, False  # the first: imports of apex's that run
+        self._depth, self._has_run = 0, False  # the first: imports of apex's in the main thread
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_ours = name.startswith("apex.")
@@ -132,15 +134,17 @@ class _Finder(MetaPathFinder):
 
             def exec_module(module: types.ModuleType) -> None:
                 del loader.exec_module
-                self._depth += is_ours
+                is_main = threading.current_thread() is threading.main_thread()
+                self._depth += is_ours and is_main
                 try:
                     run(module)
+                    self._has_run = self._has_run or name == self._name
                 finally:
-                    self._depth -= is_ours
-                self._has_run = self._has_run or name == self._name
-                if self._has_run and not self._depth and self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                    self._tell()
+                    self._depth -= is_ours and is_main
+                    is_due = self._has_run and not (is_main and self._depth)
+                    if is_due and self in sys.meta_path:
+                        sys.meta_path.remove(self)
+                        self._tell()
 
             loader.exec_module = exec_module
         return spec

@@ -59,6 +59,7 @@ class CheckRun:
         self._network: int | None = None  # the depth of the network that runs
         self._lossy: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # that return a loss
         self._places: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._theirs: Exception | None = None  # an error of the program, outside of its function
         self._running: set[tuple[str, int]] = set()  # patched functions, by their first argument
         self._patched: set[type] = set()
         self._steps: list[bool] = []  # of optimizers that are in a step: whether it is skipped
@@ -159,7 +160,7 @@ class CheckRun:
             try:
                 return handler(called, *args, **kwargs)
             except Exception as error:
-                if calls and not calls[-1]:
+                if error is self._theirs or (calls and not calls[-1]):
                     raise
                 self._break_off(name, error)
                 return calls[-1][0] if calls else inner(*args, **kwargs)
@@ -211,10 +212,10 @@ class CheckRun:
         self.facts.optimizers.add(optimizer)
         self.facts.count(optimizer)
 
-    def _tell(self, event: str, inner: Any, thing: Any, *args: Any, **kwargs: Any) -> Any:
+    def _tell(self, event: str, inner: Any, *args: Any, **kwargs: Any) -> Any:
         with self.facts.quietly():
-            result = inner(thing, *args, **kwargs)
-        self._send(event, thing)
+            result = inner(*args, **kwargs)
+        self._send(event, args[0] if args else kwargs["obj"])  # as torch.save and pickle.dump say
         return result
 
     def _stop_values(self) -> None:
@@ -268,7 +269,11 @@ class CheckRun:
             return inner(*args, **kwargs)
 
     def _clip(self, inner: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        try:
+            params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        except Exception as error:
+            self._theirs = error
+            raise
         self.facts.refresh()
         with self.facts.quietly():
             result = inner(params, *args, **kwargs)

@@ -7,6 +7,7 @@ ReLU and sigmoid overwrite the product, since their gradients are functions of `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import index
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ def outputs_of(
 ) -> Iterator[torch.Tensor]:
     """Apply dense layers, an activation after each; yield the output of every layer."""
     for weight, bias in zip(weights, biases, strict=True):
-        x = _IN_PLACE[activation](F.linear(x, weight, bias))
+        x = _IN_PLACE[index(activation)](F.linear(x, weight, bias))
         yield x
 
 
@@ -40,7 +41,7 @@ def output_of(name: str, bias: bool, activation: int, args: Sequence[torch.Tenso
     """The last of :func:`outputs_of`, of the arguments of :func:`parts`, with its errors."""
     count = len(args) // 2 if bias else len(args) - 1
     try:
-        activate, x = _IN_PLACE[activation], args[0]
+        activate, x = _IN_PLACE[index(activation)], args[0]
         is_flat = x.dim() == 2
         y = x if is_flat else dense.rows(x)  # of a view autograd would copy gradients
         for at in range(1, count + 1):
@@ -97,7 +98,7 @@ def parts(
     if count < 1 or rest:
         wanted = "an input, weights and as many biases" if bias else "an input and weights"
         raise ArgumentError(f"{name}: there are {len(args)} tensors. Pass {wanted}.")
-    if activation not in range(len(ACTIVATIONS)):
+    if not hasattr(activation, "__index__") or activation not in range(len(ACTIVATIONS)):
         known = ", ".join(f"{i} ({key})" for i, key in enumerate(ACTIVATIONS))
         raise ArgumentError(f"{name}: activation is {activation!r}; allowed are {known}.")
     x, weights = args[0], args[1 : count + 1]

@@ -120,7 +120,7 @@ def _smoothed(
 ) -> torch.Tensor:  # fmt: skip
     """Losses with smoothing, written over those without."""
     total = logs.sum(1).masked_fill_(labels == padding_idx, 0.0)  # its backward writes no tensor
-    return losses.mul_(1.0 - smoothing).sub_(total, alpha=smoothing / logs.shape[1])
+    return losses.mul_(1.0 - smoothing).sub_(total, alpha=smoothing / max(logs.shape[1], 1))
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
