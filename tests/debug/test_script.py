@@ -102,11 +102,11 @@ opt.step()
 """
 FAILS = """
 import sys
-sys.modules["apex.ops._runtime"] = None
+sys.modules["apex.optimizers.fused_sgd"] = None
 try:
     from apex.optimizers import FusedAdam
 except ImportError:
-    del sys.modules["apex.ops._runtime"]
+    del sys.modules["apex.optimizers.fused_sgd"]
 """
 BESIDE = "import threading; threading.Thread(target=__import__, args=('apex.RNN',)).start()"
 FIRST = ["from apex import amp", "import apex.debug", "import amp_C", FAILS, BESIDE]
