@@ -362,3 +362,12 @@ LOGITS, LABELS = torch.ones(2, 3), torch.ones(2, dtype=torch.long)
 def test_bad_input(arguments, error, said):
     with pytest.raises(error, match=said):
         SoftmaxCrossEntropyLoss.apply(*arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_no_rows_give_no_losses(shape, smoothing):
+    x = torch.zeros(shape, requires_grad=True)
+    y = SoftmaxCrossEntropyLoss.apply(x, torch.zeros(0, dtype=torch.long), smoothing, -1)
+    y.sum().backward()
+    assert (y.shape, x.grad.shape) == ((0,), shape)
