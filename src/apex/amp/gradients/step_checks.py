@@ -24,9 +24,9 @@ class StepCheck:
     Some step another list of parameters: one that they keep, or that of an optimizer inside
     (ZeroRedundancyOptimizer). Then nothing trains, or in 16 bits alone. This is checked until a
     step has changed a master; a few optimizers wait some steps first. Many write through ``.data``,
-    which changes no version. So in the first step one piece of each tensor is looked at, where some
-    gradients are not zero, in the next ones all. On a GPU the checked steps wait for the device and
-    cannot be captured in a CUDA graph: warm up first.
+    which changes no version. So amp compares values: in the first step one piece of each tensor,
+    where some gradients are not zero, and in the next steps all of it. On a GPU the checked steps
+    wait for the device and cannot be captured in a CUDA graph: warm up first.
     """
 
     def __init__(self, optimizer: Any, params: Parameters) -> None:
@@ -151,7 +151,7 @@ def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
 class _Look:
     """Numbers that change with the values of a tensor, with little memory; they wait for a device.
 
-    ``number``: of the only piece (:func:`pieces`) that is looked at, else all are.
+    ``number``: of the only piece (:func:`pieces`) that it reads; ``None`` for all of them.
     """
 
     def __init__(self, tensor: torch.Tensor, number: int | None = None) -> None:

@@ -113,8 +113,8 @@ def after_import(name: str, tell: Callable[[], None]) -> None:
 class _Finder(MetaPathFinder):
     """Finds modules as the others do, and tells when one has run.
 
-    In the main thread not within an import of apex's own, also one that fails: what is told would
-    find its modules half made.
+    If an import of apex's own loads that module, in the main thread, it tells after that import has
+    ended or failed: apex's modules are half made before.
     """
 
     def __init__(self, name: str, tell: Callable[[], None]) -> None:

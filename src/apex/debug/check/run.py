@@ -483,7 +483,7 @@ class CheckRun:
             self._send("network_ends", tensors)
 
 
-_FOR_GOOD = 1_000_000  # for facts.busy: nothing is looked at any more
+_FOR_GOOD = 1_000_000  # for facts.busy: the rules hear of nothing any more
 _SAVERS = ((torch, "save"), (pickle, "dump"))
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_SCALER = ("scale", "unscale_", "step", "update", "get_scale")
