@@ -269,12 +269,12 @@ class CheckRun:
             return inner(*args, **kwargs)
 
     def _clip(self, inner: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        self.facts.refresh()  # before an iterator is used up: its own error leaves that to torch
         try:
             params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         except Exception as error:
             self._theirs = error
             raise
-        self.facts.refresh()
         with self.facts.quietly():
             result = inner(params, *args, **kwargs)
         limits = [*args, kwargs.get("max_norm"), kwargs.get("clip_value")]
