@@ -1,4 +1,4 @@
-"""``amp_C``: what compiled Apex offered at the top level for lists of tensors.
+"""Old name of NVIDIA's Apex: what compiled Apex offered at the top level for lists of tensors.
 
 Each function is called as ``f(chunk_size, noop_flag, tensor_lists, ...)``, by position only.
 ``chunk_size`` is taken and not needed. ``noop_flag`` is a one-element tensor; who reads or sets it

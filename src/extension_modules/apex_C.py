@@ -1,4 +1,4 @@
-"""``apex_C``: a list of tensors as one, and back.
+"""Old name of NVIDIA's Apex: flattens a list of tensors, and splits it again.
 
 A module of compiled Apex. Arguments are positional only.
 """

@@ -1,4 +1,4 @@
-"""``distributed_adam_cuda``: steps of Adam over shards, as compiled Apex's distributed Adam called.
+"""Old name of NVIDIA's Apex: steps of Adam over shards, for its distributed Adam.
 
 A module of compiled Apex; :mod:`apex.contrib.optimizers.distributed_fused_adam` here does not need
 it. Arguments are positional only. For ``chunk_size`` and lists see ``amp_C``. ``mode`` 0 is Adam

@@ -1,4 +1,4 @@
-"""``fast_layer_norm``: layer norm over the last dimension without autograd, on any device.
+"""Old name of NVIDIA's Apex: layer norm over the last dimension without autograd, on any device.
 
 A module of compiled Apex. Arguments are positional only; unlike there, rows may have any size.
 """

@@ -1,4 +1,4 @@
-"""``fmhalib``: attention of packed sequences that returns its probabilities, without autograd.
+"""Old name of NVIDIA's Apex: attention of packed sequences and its probabilities, without autograd.
 
 A module of compiled Apex. Arguments are positional only; any device and floating dtype. ``qkv`` is
 ``(total, 3, heads, head_dim)``, ``cu_seqlens`` ``(sequences + 1,)``, and the probabilities

@@ -1,4 +1,4 @@
-"""``focal_loss_cuda``: focal loss, forward and backward.
+"""Old name of NVIDIA's Apex: focal loss, forward and backward.
 
 A module of compiled Apex. Arguments are positional only; any device, every floating dtype, any
 number of classes.

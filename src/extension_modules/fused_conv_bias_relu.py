@@ -1,4 +1,4 @@
-"""``fused_conv_bias_relu``: ``apex.contrib.conv_bias_relu`` without autograd, for lists of tensors.
+"""Old name of NVIDIA's Apex: ``apex.contrib.conv_bias_relu`` for lists, without autograd.
 
 A module of compiled Apex. Arguments are positional only: tensors, padding, stride.
 """

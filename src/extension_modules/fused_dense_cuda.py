@@ -1,4 +1,4 @@
-"""``fused_dense_cuda``: dense layers with bias, and two with GELU between, forward and backward.
+"""Old name of NVIDIA's Apex: dense layers with bias, and two with GELU between.
 
 A module of compiled Apex. Arguments are positional only; any device, every floating dtype, inputs
 of any rank. Without autograd and autocast.

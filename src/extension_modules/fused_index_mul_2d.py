@@ -1,4 +1,4 @@
-"""``fused_index_mul_2d``: ``in1[idx1] * in2`` and its first and second derivatives.
+"""Old name of NVIDIA's Apex: ``in1[idx1] * in2`` and its first and second derivatives.
 
 A module of compiled Apex. Arguments are positional only; results are written into tensors of the
 caller, whatever was in them. Any device and floating dtype: ``float_`` and ``half_`` functions are

@@ -1,4 +1,4 @@
-"""``fused_lamb_cuda``: a step of LAMB over lists of tensors, as compiled Apex had it in 2019.
+"""Old name of NVIDIA's Apex: a step of LAMB over lists of tensors, as compiled Apex had it in 2019.
 
 Arguments are positional only. For ``chunk_size`` and ``noop_flag`` see ``amp_C``.
 """

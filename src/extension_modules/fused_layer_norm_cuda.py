@@ -1,4 +1,4 @@
-"""``fused_layer_norm_cuda``: layer norm and RMS norm without autograd, on any device.
+"""Old name of NVIDIA's Apex: layer norm and RMS norm without autograd, on any device.
 
 A module of compiled Apex. Arguments are positional only. Statistics are 1-dimensional, one number
 for each row: float32, or float64 for a float64 input.

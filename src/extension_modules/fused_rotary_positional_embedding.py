@@ -1,4 +1,4 @@
-"""``fused_rotary_positional_embedding``: rotary embedding without autograd, on any device.
+"""Old name of NVIDIA's Apex: rotary embedding without autograd, on any device.
 
 A module of compiled Apex. Arguments are positional only.
 """

@@ -1,4 +1,4 @@
-"""``fused_weight_gradient_mlp_cuda``: add a weight's gradient to the sum of earlier ones.
+"""Old name of NVIDIA's Apex: adds a weight's gradient to the sum of earlier ones.
 
 A module of compiled Apex. Arguments are positional only; any device.
 """

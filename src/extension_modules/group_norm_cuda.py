@@ -1,4 +1,4 @@
-"""``group_norm_cuda``: group normalization of channels-last images, forward and backward.
+"""Old name of NVIDIA's Apex: group normalization of channels-last images, forward and backward.
 
 A module of compiled Apex. Arguments are positional only; any device and floating dtype. ``passes``,
 how often the original read an image, is taken and not needed.

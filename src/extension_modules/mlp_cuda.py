@@ -1,4 +1,4 @@
-"""``mlp_cuda``: dense layers with an activation after each, forward and backward.
+"""Old name of NVIDIA's Apex: dense layers with an activation after each, forward and backward.
 
 A module of compiled Apex. Arguments are positional only; any device, every floating dtype, inputs
 of any rank. Without autograd and autocast. ``inputs`` are the input, all weights, then all biases

@@ -1,4 +1,4 @@
-"""``scaled_masked_softmax_cuda``: softmax of scaled attention scores with a mask.
+"""Old name of NVIDIA's Apex: softmax of scaled attention scores with a mask.
 
 A module of compiled Apex. Arguments are positional only; any device, every floating dtype, any
 number of queries and keys.

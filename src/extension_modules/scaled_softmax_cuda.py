@@ -1,4 +1,4 @@
-"""``scaled_softmax_cuda``: softmax of scaled attention scores.
+"""Old name of NVIDIA's Apex: softmax of scaled attention scores.
 
 A module of compiled Apex. Arguments are positional only; any device, every floating dtype, any
 number of queries and keys.

@@ -1,4 +1,4 @@
-"""``scaled_upper_triang_masked_softmax_cuda``: causal softmax of scaled attention scores.
+"""Old name of NVIDIA's Apex: causal softmax of scaled attention scores.
 
 A module of compiled Apex. Arguments are positional only; any device, every floating dtype, any
 number of positions.

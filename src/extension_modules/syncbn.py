@@ -1,4 +1,4 @@
-"""``syncbn``: parts of a batch norm over several processes, without autograd, on any device.
+"""Old name of NVIDIA's Apex: parts of a batch norm over several processes, without autograd.
 
 A module of compiled Apex. Arguments are positional only. Inputs are ``(N, C, *)``, and ``(*, C)``
 for functions whose name ends in ``_c_last``. Statistics and sums have one number for each channel:

@@ -1,4 +1,4 @@
-"""``transducer_joint_cuda``: the sums of an RNN transducer's joint network, without autograd.
+"""Old name of NVIDIA's Apex: the sums of an RNN transducer's joint network, without autograd.
 
 A module of compiled Apex. Arguments are positional only; what they mean is said at
 :class:`apex.contrib.transducer.TransducerJoint`. ``opt`` and ``tileSize`` have no effect.

@@ -1,4 +1,4 @@
-"""``transducer_loss_cuda``: the loss of an RNN transducer and its gradient, without autograd.
+"""Old name of NVIDIA's Apex: the loss of an RNN transducer and its gradient, without autograd.
 
 A module of compiled Apex. Arguments are positional only; what they mean is said at
 :class:`apex.contrib.transducer.TransducerLoss`, but ``x`` are logarithms of probabilities: the

@@ -1,4 +1,4 @@
-"""``xentropy_cuda``: softmax cross-entropy, forward and backward.
+"""Old name of NVIDIA's Apex: softmax cross-entropy, forward and backward.
 
 A module of compiled Apex. Arguments are positional only; any device, every floating dtype.
 """
