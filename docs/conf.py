@@ -9,7 +9,7 @@ version = release = apex.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # links such as distributed.md#fsdp2-and-dtensor
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_include_init_with_doc = True

@@ -33,17 +33,17 @@ from apex.debug.watch import FaultWarning, NonFiniteError, Watch, watch_of
 from apex.debug.what_if.result import WhatIf, what_if
 
 __all__ = [
-    "CAUSES",
-    "FaultWarning",
-    "FileError",
-    "Finding",
-    "NonFiniteError",
-    "Report",
-    "Watch",
-    "WhatIf",
     "check",
-    "operations",
     "watch",
     "watch_of",
     "what_if",
+    "Finding",
+    "Report",
+    "Watch",
+    "WhatIf",
+    "CAUSES",
+    "FaultWarning",
+    "FileError",
+    "NonFiniteError",
+    "operations",
 ]

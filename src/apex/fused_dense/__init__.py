@@ -13,14 +13,14 @@ from apex.fused_dense.fused_dense import (
 )
 
 __all__ = [
-    "DenseNoBiasFunc",
     "FusedDense",
-    "FusedDenseFunc",
     "FusedDenseGeluDense",
-    "FusedDenseGeluDenseFunc",
-    "dense_no_bias_function",
     "fused_dense_function",
     "fused_dense_gelu_dense_function",
+    "dense_no_bias_function",
+    "FusedDenseFunc",
+    "FusedDenseGeluDenseFunc",
+    "DenseNoBiasFunc",
 ]
 
 explain_attributes(__name__)

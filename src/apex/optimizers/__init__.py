@@ -17,17 +17,17 @@ from apex.optimizers.fused_sgd import FusedSGD
 from apex.optimizers.qk_clip import max_attention_logits, qk_clip_
 
 __all__ = [
-    "FP16_Optimizer",
-    "FusedAdagrad",
     "FusedAdam",
+    "FusedSGD",
     "FusedLAMB",
     "FusedLion",
-    "FusedMixedPrecisionLamb",
     "FusedMuon",
     "FusedNovoGrad",
-    "FusedSGD",
+    "FusedAdagrad",
+    "FusedMixedPrecisionLamb",
     "max_attention_logits",
     "qk_clip_",
+    "FP16_Optimizer",
 ]
 
 explain_attributes(__name__)

@@ -11,13 +11,13 @@ from apex.parallel.LARC import LARC
 from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
 
 __all__ = [
-    "LARC",
     "DistributedDataParallel",
-    "ReduceOp",
-    "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "LARC",
+    "Reducer",
+    "ReduceOp",
 ]
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)  # None: a torch without distributed
