@@ -1,8 +1,8 @@
 """All kinds of mistakes that ``apex check`` knows, from ``mistakes.json``.
 
-A row has what the line ``does`` (the line is the subject of the sentence), why that ``hurts``, the
-``number`` that is measured, and the lines that ``fix`` it. Rules, ``--ignore``, the table of
-``docs/check.md`` and the tests go by these names.
+A row has what the line ``does`` (the line is the subject of the sentence), why that ``hurts``, and
+the lines that ``fix`` it. Rules, ``--ignore``, the table of ``docs/check.md`` and the tests go by
+these names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ class Mistake(NamedTuple):
 
     does: str
     hurts: str
-    number: str
     fix: list[str]
 
 
