@@ -11,6 +11,7 @@ from apex import amp
 from apex.ops import _runtime
 from apex.patching import _layers as layers
 from tests.checkpoints import reloaded
+from tests.counted import Counted
 from tests.tolerance import PATCHED, PATCHED_FEW, PATCHED_LOSS, PATCHED_NORM, rms
 
 transformers = pytest.importorskip("transformers")
@@ -253,6 +254,20 @@ def test_loss_is_transformers(dtype):
             loss.backward()
             pair.append([loss.detach().float(), leaf.grad])
         torch.testing.assert_close(*pair)
+
+
+def test_the_loss_of_many_logits_needs_memory_for_their_gradient_alone():
+    """As docs/fused-layers.md says: the bytes of the logits once, and transformers' six times."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    needed = []
+    for function in (layers.causal_lm_loss, ForCausalLMLoss):
+        logits = torch.randn(1, 160, 2**15, device="cpu", dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(2**15, (1, 160), device="cpu")
+        with Counted() as counted:
+            function(logits, labels, vocab_size=2**15).backward()
+        needed.append(round(counted.peak / logits.nbytes, 2))
+    assert needed == [1.0, 6.0]
 
 
 @pytest.mark.slow
