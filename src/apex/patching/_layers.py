@@ -109,7 +109,8 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """Cross-entropy of the next token, as ``ForCausalLMLoss`` of transformers computes it.
 
-    16-bit logits are read as they are, and no float32 copy is made.
+    It reads 16-bit logits as they are, without a float32 copy. On a CPU a call of up to 4 million
+    logits goes through torch's log-softmax of a float32 copy, which takes less time.
 
     Args:
         logits: ``(..., tokens, vocab_size)``.
