@@ -93,9 +93,7 @@ def test_weights_of_a_checkpoint(run, tmp_path):
     assert "every layer is safe then" in out
     scale = re.search(r"a loss scale of at most (2\*\*\d+)", out)[1]
     assert f"In float16, at a loss scale of {scale}, " in out
-    assert out.endswith(
-        "--save policy.json writes the policy that amp.initialize(policy=...) takes.\n"
-    )
+    assert out.endswith("--save policy.json writes the policy for amp.initialize(policy=...).\n")
 
 
 def test_a_task_that_has_a_step_alone_is_told_what_is_missing(run):
