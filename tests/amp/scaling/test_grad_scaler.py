@@ -416,9 +416,7 @@ def test_a_step_of_its_own_that_ignores_the_scale():
     optimizer, scaler = Own([leaf(2, dtype=torch.float16)], lr=0.1), OURS("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     scaled(optimizer)
-    with pytest.raises(
-        RuntimeError, match="Own.step\\(\\) did not call the step\\(\\) of apex"
-    ):
+    with pytest.raises(RuntimeError, match="Own.step\\(\\) did not call the step\\(\\) of apex"):
         scaler.step(optimizer)
 
 
