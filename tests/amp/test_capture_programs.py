@@ -664,21 +664,21 @@ def test_other_optimizers_in_other_calls_are_named():
         return program.step(x)["loss"]
 
     step = amp.capture(function)
-    with pytest.warns(UserWarning, match="it steps other optimizers in other calls"):
+    with pytest.warns(UserWarning, match="step different optimizers"):
         repeat(step, [x_of(1)] * 6)
     assert (step.replays, len(calls)) == (0, 7)
 
 
 def test_only_a_part_of_a_step_is_refused():
     program = Program("O1", KIND)
-    with pytest.raises(RuntimeError, match="the function has stepped no optimizer"):
+    with pytest.raises(RuntimeError, match="the function stepped no optimizer"):
         amp.capture(functools.partial(backward, program))(x_of(1))
 
 
 def test_a_number_that_counts_is_warned_of():
     program = Program("O1", KIND)
     step = amp.capture(lambda x, number: program.step(x)["loss"])
-    with pytest.warns(UserWarning, match="arguments were of 64 kinds. Pass a number that counts"):
+    with pytest.warns(UserWarning, match="arguments had 64 combinations of shapes and numbers"):
         repeat(lambda number: step(x_of(1), number), range(70))
     assert step.replays == 0
 
@@ -719,7 +719,7 @@ def test_a_capture_that_is_interrupted_is_put_back():
 )
 def test_a_step_is_not_copied(copied):
     step = amp.capture(Program("O1", KIND).step)
-    with pytest.raises(TypeError, match="cannot be copied or pickled.*make a new step"):
+    with pytest.raises(TypeError, match="cannot be copied or pickled.*call amp.capture again"):
         copied(step)
 
 

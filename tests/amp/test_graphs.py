@@ -268,7 +268,7 @@ def test_a_first_step_is_refused_in_a_capture(name, monkeypatch):
     weight = torch.nn.Parameter(torch.ones(3, 2))
     optimizer, weight.grad = EVERY[name]([weight]), torch.ones(3, 2)
     monkeypatch.setattr(_runtime, "capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"Take a step before capturing|take a step before"):
+    with pytest.raises(RuntimeError, match=r"Make a step before capturing|take a step before"):
         optimizer.step()
 
 
@@ -293,7 +293,7 @@ def test_an_optimizer_that_the_host_skips_is_refused(make):
     program = Program("O1", make, "dynamic")
     for number in range(2):
         program.run(number, in_a_graph=False)
-    with pytest.raises(RuntimeError, match="the host reads whether to skip it.*fused=True"):
+    with pytest.raises(RuntimeError, match="the host decides whether to skip it.*fused=True"):
         captured(program)
 
 
@@ -331,7 +331,7 @@ def test_a_block_is_captured_with_its_step(level, scale, refused, block):
 def test_the_first_pass_is_refused_in_a_capture(monkeypatch):
     monkeypatch.setattr(_runtime, "capturing", lambda: True)
     scaler = LossScaler("dynamic")
-    with pytest.raises(RuntimeError, match="scale is still on the CPU.*Take some training steps"):
+    with pytest.raises(RuntimeError, match="scale is still on the CPU.*Make some training steps"):
         scaler.scale_on(torch.device("meta"))
 
 

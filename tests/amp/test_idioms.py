@@ -234,7 +234,7 @@ def test_torchs_ddp_before_initialize():
     plain = Plain(model, sgd, "O1")
     optimizer = sgd(model.parameters())
     model = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(RuntimeError, match=r"Wrap it after amp.initialize"):
+    with pytest.raises(RuntimeError, match=r"Wrap the model after amp.initialize"):
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     for batch in batches(3):

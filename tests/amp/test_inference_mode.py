@@ -119,7 +119,7 @@ def test_a_deepcopy_made_there(level):
     step(model, optimizer)
     amp.initialize(best, enabled=False)
     assert {p.dtype for p in best.parameters()} == {torch.float32}
-    with pytest.raises(RuntimeError, match="was made in torch.inference_mode"):
+    with pytest.raises(RuntimeError, match="was created in torch.inference_mode"):
         amp.initialize(best, torch.optim.SGD(best.parameters(), lr=0.1), opt_level=level)
 
 

@@ -123,5 +123,5 @@ def test_parameters_outside_of_what_is_called_are_named(tmp_path, monkeypatch, c
     pathlib.Path("method.py").write_text(METHOD)
     assert main(["debug", "method.py"]) == 0
     said = capsys.readouterr().err
-    assert "of the 3 parameters of SGD, 1 are in no module that is watched" in said
+    assert "1 of the 3 parameters of SGD are in no watched module" in said
     assert "None" not in said

@@ -81,7 +81,7 @@ def test_a_mask_that_covers_the_target_is_named(run):
     report, said = run(f"logits = model(x); logits = {fill}; loss = cross_entropy(logits, y)")
     assert report["cause"] == "loss"
     assert (
-        "gave 4 inf of 20 values, which the loss has read: a mask covers a target."
+        "gave 4 inf of 20 values, which the loss reads: a mask covers a target."
         in (report["sentence"])
     )
     assert said.endswith("apex debug: 1 loss was not finite\n")

@@ -125,7 +125,7 @@ def test_a_plain_checkpoint_is_loaded(make, way, state, tmp_path):
     """Low bits are 0 then: training goes on from the weights of 16 bits."""
     net, optimizer = trained(make, storage="plain", state=state)
     others, other = trained(make, seed=1, state=state, steps=0 if "new" in way else 2)
-    text = "no low bits, and goes on from the bfloat16 weights"
+    text = "without low bits, so it continues from the bfloat16 weights"
     told = contextlib.nullcontext() if way == "file" else pytest.warns(UserWarning, match=text)
     with told:
         carried(way, (net, optimizer), (others, other), tmp_path)
@@ -166,7 +166,7 @@ def test_low_bits_of_low_bits(make, tmp_path):
     back = make([*others.parameters()], storage="low_bits")
     back.load_state_dict(common.through_a_file(other.state_dict()))
     assert same(wide(others, other), wide(others, back))
-    with pytest.warns(UserWarning, match='load it into one with storage="low_bits", and pass'):
+    with pytest.warns(UserWarning, match='into an optimizer with storage="low_bits", and pass'):
         carried("DCP", (net, optimizer), (others, other), tmp_path)
 
 

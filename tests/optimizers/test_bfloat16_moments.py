@@ -216,7 +216,7 @@ def test_torchs_state_has_no_more_keys(name):
 
 
 def test_sgd_without_momentum_has_no_state():
-    with pytest.raises(ValueError, match='state="bfloat16" holds momentum buffers'):
+    with pytest.raises(ValueError, match='state="bfloat16" stores momentum buffers'):
         FusedSGD(parameters(), lr=0.1, state="bfloat16")
 
 

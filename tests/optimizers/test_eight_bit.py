@@ -434,7 +434,7 @@ def test_sgd_without_momentum_has_no_state():
         FusedSGD(parameters(), lr=0.1, state="8bit")
     params = parameters()
     optimizer = FusedSGD([{"params": params, "momentum": 0.9}], lr=0.1, state="8bit")
-    with pytest.raises(RuntimeError, match="a momentum buffer may be codes"):
+    with pytest.raises(RuntimeError, match="a momentum buffer may be stored as 8-bit codes"):
         optimizer.get_momentums(params)
 
 
@@ -463,7 +463,7 @@ def test_codes_that_were_saved_alone_are_refused():
     for maker in (lambda: FusedAdam(params, state="8bit"), lambda: FusedAdam(params)):
         state = copy.deepcopy(saved)
         absmax = state["state"][0].pop("exp_avg_absmax")
-        with pytest.raises(ValueError, match='there is no "exp_avg_absmax"'):
+        with pytest.raises(ValueError, match='the state has no "exp_avg_absmax"'):
             maker().load_state_dict(state)
         state["state"][0]["exp_avg_absmax"] = absmax[1:]
         with pytest.raises(ValueError, match="the saved exp_avg_absmax of parameter 0 has shape"):
@@ -482,7 +482,9 @@ def test_a_checkpoint_of_the_other_form_is_refused(saved, here, tmp_path):
     with pytest.raises(checkpoint.api.CheckpointException, match="Missing key"):
         checkpoint.load(states[1], checkpoint_id=tmp_path, no_dist=True)
     both = {**optimizer.state_dict(), "state": {0: states[0] | states[1]}}
-    with pytest.raises(ValueError, match="there is a float32 one too. Load the state as it was"):
+    with pytest.raises(
+        ValueError, match="the state has a float32 one too. Load the state as it was"
+    ):
         optimizer.load_state_dict(both)
 
 
@@ -539,7 +541,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_to_one(four, tmp_path, state):
 @pytest.mark.dist
 def test_shards_of_other_dimensions_are_refused(four):
     for large, small, copied in four.run(programs.refused):
-        assert "Shard it by Shard(0), or leave state out" in large
+        assert "Shard it with Shard(0), or leave state out" in large
         assert (small, copied) == ("", "")
 
 

@@ -42,7 +42,7 @@ def test_states_of_other_algorithms_are_refused(key):
 def test_the_other_optimizers_weight_decay_is_refused(kind, mode):
     params = parameters(shapes=SMALL)
     saved = torch_optimizer(params, kind).state_dict()
-    with pytest.raises(ValueError, match=f"Make it with adam_w_mode={mode}"):
+    with pytest.raises(ValueError, match=f"Make the optimizer with adam_w_mode={mode}"):
         FusedAdam(params, adam_w_mode=not mode).load_state_dict(saved)
     without = kind(params, weight_decay=0.0).state_dict()
     FusedAdam(params, adam_w_mode=not mode).load_state_dict(without)

@@ -233,7 +233,7 @@ def test_numbers_that_are_refused(options, words):
         with pytest.raises(ValueError, match=words):
             FusedMuon(params, **options)
     optimizer = FusedMuon(params[:1])
-    words = words if "adam_lr" not in options else "has adam_lr=-0.1, .* holds for all groups"
+    words = words if "adam_lr" not in options else "has adam_lr=-0.1, .* applies to all groups"
     with pytest.raises(ValueError, match=words):
         optimizer.add_param_group({"params": params[1:], **options})
     assert len(optimizer.param_groups) == 1
@@ -246,10 +246,10 @@ def test_arguments_that_are_refused():
     with pytest.raises(TypeError, match="is_matrix was 2; pass a function"):
         FusedMuon(params, is_matrix=2)
     with pytest.raises(
-        ValueError, match=r"parameter \(bias\) of shape \(4,\) was to be stepped as"
+        ValueError, match=r"parameter \(bias\) of shape \(4,\) is in a group for Muon"
     ):
         FusedMuon([("bias", params[1])], is_matrix=lambda name, param: True)
-    with pytest.raises(ValueError, match=r"shape \(2, 2, 2, 2\) .* flatten=True takes"):
+    with pytest.raises(ValueError, match=r"shape \(2, 2, 2, 2\) .* flatten=True, 2 or more"):
         FusedMuon([{"params": params[2:], "algorithm": "muon"}])
     optimizer = FusedMuon(params[:1])
     with pytest.raises(ValueError, match="appear in more than one parameter group"):
@@ -279,7 +279,7 @@ def test_switching_from_and_to_torch():
     assert saved["param_groups"][0].keys() == first.state_dict()["param_groups"][0].keys()
     third.load_state_dict(saved)
     assert far(train(third, params, range(4, 6)), expected) < MUON[BFLOAT16]
-    with pytest.raises(ValueError, match="torch.optim.Muon steps matrices alone"):
+    with pytest.raises(ValueError, match="torch.optim.Muon updates only matrices"):
         FusedMuon(parameters()).torch_state_dict()
 
 
@@ -302,7 +302,7 @@ def test_states_of_other_groups_are_refused():
     params, optimizer = started(FusedMuon, shapes=[(3, 2), (2, 3)], steps=1, is_matrix=never)
     saved = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(
-        ValueError, match="group 0 was saved with algorithm='adam', and here it has"
+        ValueError, match="group 0 was saved with algorithm='adam', and in this optimizer"
     ):
         FusedMuon(params).load_state_dict(saved)
     del saved["param_groups"][0]["algorithm"]
@@ -433,6 +433,6 @@ def test_sharded_checkpoints_resume(four, kind, tmp_path):
 @pytest.mark.slow
 def test_what_cannot_be_collected_is_refused(four):
     for placements, meshes, partitioned in four.run(programs.refused):
-        assert "has placements (Partial(sum),) or is on a mesh without" in placements
+        assert "has placements (Partial(sum),) or another mesh" in placements
         assert "Make both DTensors of one mesh" in meshes
-        assert "Give it groups, each with algorithm='muon' or algorithm='adam'" in partitioned
+        assert "Pass groups, each with algorithm='muon' or algorithm='adam'" in partitioned

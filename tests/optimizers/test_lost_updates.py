@@ -43,10 +43,10 @@ def test_it_is_told_once_with_the_share_that_a_count_of_all_gives():
         there += int(moves.sum())
     assert told == [
         f"FusedAdam: {100 * lost / there:.0f} % of the updates of bfloat16 weights were lost in "
-        "its first 10 steps: elements with a gradient did not move, because the update is too "
-        "small for their 8 bits. Keep the weights in float32 and compute in bfloat16 "
+        "its first 10 steps. Elements with a gradient did not move, because their updates are too "
+        "small for the 8 bits of bfloat16. Keep the weights in float32 and compute in bfloat16 "
         "(torch.autocast, or amp at O4 or O5), or pass storage='auto', which keeps what is "
-        "rounded away. storage='plain' says that you mean it."
+        "rounded away. Pass storage='plain' to keep it like this without the warning."
     ]
     assert train(optimizer, model, 2 * STEPS) == []
 

@@ -74,7 +74,7 @@ def test_a_sharded_checkpoint_of_plain_goes_on_with_low_bits(two, make, tmp_path
     answers = two.run(programs.resumed, make, "plain", str(tmp_path), then="auto")
     for different, are_dtensors, keys, said in answers:
         assert (different, are_dtensors, "low_bits" in keys) == (0, True, True)
-        assert "no low bits, and goes on from the bfloat16 weights" in said[0]
+        assert "without low bits, so it continues from the bfloat16 weights" in said[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)

@@ -100,7 +100,10 @@ def test_a_distributed_weight_is_refused(tmp_path):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         weight = DTensor.from_local(torch.ones(4, 2), init_device_mesh("cpu", (1,)))
-        with pytest.raises(TypeError, match="a weight is a DTensor; pass the rows of whole heads"):
+        with pytest.raises(
+            TypeError,
+            match="a weight is a DTensor; pass a plain tensor with the rows of whole heads",
+        ):
             qk_clip_(weight, weight, torch.ones(2))
     finally:
         torch.distributed.destroy_process_group()
@@ -111,7 +114,7 @@ def test_a_distributed_weight_is_refused(tmp_path):
     [
         ({"key_heads": 2}, "2 key heads do not divide 3 heads"),
         ({"threshold": 0.0}, "threshold was 0.0; pass a number above 0"),
-        ({}, r"the rows of a weight of shape \(4, 2\) are those of no 3 heads"),
+        ({}, r"the rows of a weight of shape \(4, 2\) are not divisible by 3 heads"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, said):

@@ -141,7 +141,7 @@ def test_a_graph_does_not_forget_at_each_replay(monkeypatch):
     optimizer.step()
     with torch.no_grad():
         params[0].zero_()
-    with pytest.raises(RuntimeError, match="Take a step before capturing"):
+    with pytest.raises(RuntimeError, match="Make a step before capturing"):
         optimizer.step()
 
 

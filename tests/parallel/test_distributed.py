@@ -73,14 +73,14 @@ def test_what_differs_between_ranks_on_purpose(two):
         ),
         (
             functools.partial(programs.sums_that_are_accumulated, sync=True),
-            "'w[0-9]', which is a sum over ranks already",
+            "'w[0-9]', which is already a sum over ranks",
         ),
         (
             functools.partial(programs.sums_that_are_accumulated, sync=False),
-            "'w[0-9]', which is a sum over ranks already",
+            "'w[0-9]', which is already a sum over ranks",
         ),
         (edges.other_arguments, "rank 1 differs .*average=False.* rank 0 has .*average=True"),
-        (edges.sums_that_were_clipped, "'weight', which is a sum over ranks already"),
+        (edges.sums_that_were_clipped, "'weight', which is already a sum over ranks"),
         (edges.taken_by_a_later_hook, "another hook has taken the gradient of"),
         (edges.one_rank_fails, "ended"),
         (programs.taken_by_another_hook, "another hook has taken the gradient of .*'weight'"),

@@ -67,7 +67,9 @@ def test_ranks_are_equal(two, program):
 
 
 def test_a_reducer_of_nothing(two):
-    with pytest.raises(RankError, match="Reducer got 3, which is no module and holds no tensor"):
+    with pytest.raises(
+        RankError, match="Reducer got 3, which is neither a module nor contains a tensor"
+    ):
         two.run(nothing_to_reduce)
 
 

@@ -146,7 +146,7 @@ def test_first_host(hosts, first):
 def test_errors_of_addresses():
     with pytest.raises(ValueError, match="MASTER_ADDR is not set, and the 4 processes run on"):
         master_address(OPEN_MPI)
-    with pytest.raises(ValueError, match="MASTER_PORT=70000 is no port"):
+    with pytest.raises(ValueError, match="MASTER_PORT=70000 is not a port"):
         master_address({"MASTER_PORT": "70000"})
     with pytest.raises(ValueError, match=r"list of hosts ',' is not of the form"):
         master_address({**SRUN, "SLURM_STEP_NODELIST": ","})

@@ -112,8 +112,8 @@ def test_a_script_of_2018(folder):
     assert (code, shown) == (3, expected[:1])
     logs = [path.read_text().strip() for path in folder.glob("logs/**/stdout.log")]
     assert logs == expected[1:]
-    assert "2 processes by torchrun of of_2018.py, with --rank --world-size\n" in errors
-    assert "rank 1 ended with exit code 3, so the others were ended\n" in errors
+    assert "torchrun runs 2 processes of of_2018.py with --rank --world-size\n" in errors
+    assert "rank 1 ended with exit code 3, so multiproc ended the other ranks\n" in errors
 
 
 @pytest.mark.dist
@@ -141,7 +141,7 @@ def test_a_script_that_reads_the_environment(folder):
     assert code == 128 + signal.SIGKILL
     wanted = [f"['--name', 'a b'] {rank} {rank} 2 2 " for rank in (0, 1)]
     assert all(line.startswith(want) for line, want in zip(shown, wanted, strict=True)), shown
-    assert "of of_today.py, with its own arguments alone\n" in errors
+    assert "of of_today.py with only its own arguments\n" in errors
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there is no exec")
@@ -232,7 +232,7 @@ def test_refused(became, capsys, options, words, text):
 def test_no_script(capsys):
     with pytest.raises(SystemExit, match="2"):
         multiproc.main(["nowhere.py"])
-    assert "nowhere.py is no file" in capsys.readouterr().err
+    assert "nowhere.py is not a file" in capsys.readouterr().err
 
 
 def test_a_file_instead_of_a_folder(tmp_path, capsys):
@@ -240,4 +240,4 @@ def test_a_file_instead_of_a_folder(tmp_path, capsys):
     script.write_text("")
     with pytest.raises(SystemExit, match="2"):
         multiproc.main(["--log-dir", str(script), str(script)])
-    assert "script.py: is a file; give a folder" in capsys.readouterr().err
+    assert "script.py: is a file; name a folder" in capsys.readouterr().err

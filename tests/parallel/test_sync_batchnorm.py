@@ -171,8 +171,8 @@ def test_wrong_groups(two):
             call = f"create_syncbn_process_group({size})"
             assert text.startswith(f"ValueError: {call}: there are 2 processes.")
         assert outside == (
-            f"ValueError: SyncBatchNorm: rank {rank} is not in process_group. Pass a group that it "
-            "is in, such as create_syncbn_process_group(group_size) returns."
+            f"ValueError: SyncBatchNorm: rank {rank} is not in process_group. Pass a group "
+            "that contains it; create_syncbn_process_group(group_size) returns one."
         )
 
 
@@ -243,7 +243,7 @@ def test_bad_input():
     ):
         SyncBatchNorm(4, affine=False, track_running_stats=False)(torch.ones(6, 4).long())
     layer.running_mean = layer.running_mean.half()
-    with pytest.raises(RuntimeError, match=r"buffers are torch.float16 and torch.float32\. Allow"):
+    with pytest.raises(RuntimeError, match=r"buffers are torch.float16 and torch.float32\. Pass"):
         layer(x)
     assert layer.num_batches_tracked == 0
     with pytest.raises(ValueError, match="more than 1 value per channel"):

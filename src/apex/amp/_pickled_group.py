@@ -23,7 +23,7 @@ class PickledGroup:
             return PickledGroup, (None,)
         if self.group is not torch.distributed.group.WORLD:
             raise RuntimeError(
-                "apex.amp.GradScaler: process_group was not the default one, so the scaler cannot "
+                "apex.amp.GradScaler: a scaler with a process_group other than the default cannot "
                 "be pickled. Save its state_dict()."
             )
         return _default_group, ()
@@ -32,7 +32,7 @@ class PickledGroup:
 def _default_group() -> PickledGroup:
     if not torch.distributed.is_initialized():
         raise RuntimeError(
-            "apex.amp.GradScaler: a scaler with the default process group was pickled. Call "
+            "apex.amp.GradScaler: the pickled scaler uses the default process group. Call "
             "torch.distributed.init_process_group() before unpickling it."
         )
     return PickledGroup(group_of_several("apex.amp.GradScaler", torch.distributed.group.WORLD))

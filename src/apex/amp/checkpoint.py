@@ -45,8 +45,8 @@ def _trainings(optimizers: Any, called: str) -> list[Training]:
         )
     if any(training is not first for training in trainings):
         raise ValueError(
-            f"amp.{called}: optimizers were of several initialize calls. Call it once for the "
-            "optimizers of each."
+            f"amp.{called}: the optimizers come from several initialize calls. Call amp.{called} "
+            "once for the optimizers of each call."
         )
     return [first]
 
@@ -73,9 +73,9 @@ def _meant(called: str) -> list[Training]:
     if waiting and called == "load_state_dict":
         if len(waiting) < len(trainings) and waiting[-1].is_dynamic():
             warnings.warn(
-                "amp.load_state_dict: a training that had a scale_loss keeps its loss scale, as "
-                "another had none yet and was meant. Call amp.load_state_dict(..., "
-                "optimizers=...) for the one that you mean.",
+                "amp.load_state_dict: apex loads the state into each training that has not entered "
+                "scale_loss yet, and keeps the loss scales of the others. To choose, call "
+                "amp.load_state_dict(..., optimizers=...).",
                 stacklevel=4,
             )
         return waiting
@@ -84,8 +84,8 @@ def _meant(called: str) -> list[Training]:
     if not differ or not used[-1].is_dynamic():
         return used
     warnings.warn(
-        f"amp.{called}: several trainings are alive, with different loss scales, and this is about "
-        f"the newest of them only. Call amp.{called}(..., optimizers=...) for each of them.",
+        f"amp.{called}: several trainings exist, with different loss scales, and this call used "
+        f"only the newest. Call amp.{called}(..., optimizers=...) for each of them.",
         stacklevel=4,
     )
     return used[-1:]
@@ -156,8 +156,9 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
         advice = ""
         if "_growth_tracker" in unexpected:
             advice = (
-                " It is the state of a GradScaler. To go on with its scale, pass {'loss_scaler0': "
-                "{'loss_scale': saved['scale'], 'unskipped': saved['_growth_tracker']}}."
+                " This is the state of a GradScaler. To continue with its scale, pass "
+                "{'loss_scaler0': {'loss_scale': saved['scale'], 'unskipped': "
+                "saved['_growth_tracker']}}."
             )
         raise RuntimeError(
             f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. Allowed "
@@ -170,16 +171,15 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
     numbers = [len(training.loss_scalers) for training in trainings]
     if entries and not any(numbers):
         warnings.warn(
-            "amp.load_state_dict: nothing was loaded, because there is no loss scale yet. Call "
-            "amp.initialize (with enabled=True) first, and amp.load_state_dict afterwards.",
+            "amp.load_state_dict: apex loaded nothing, because there is no loss scale yet. Call "
+            "amp.initialize (with enabled=True) before amp.load_state_dict.",
             stacklevel=2,
         )
     elif numbers and len(entries) not in numbers:
         warnings.warn(
-            f"amp.load_state_dict: state_dict contains {len(entries)} entries, while "
-            f"{numbers[-1]} loss_scalers are used. Entries are loaded by their number, and those "
-            "without a scaler are left out. Pass the same num_losses to amp.initialize as in the "
-            "run that was saved.",
+            f"amp.load_state_dict: state_dict contains {len(entries)} entries, while {numbers[-1]} "
+            "loss_scalers are used. apex loads entries by their number and ignores entries without "
+            "a scaler. Pass amp.initialize the same num_losses as in the saved run.",
             stacklevel=2,
         )
     for training in trainings if entries else ():
@@ -190,10 +190,10 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
 def _refuse_other_policy(saved: Any, now: Any) -> None:
     if saved != now:
         raise RuntimeError(
-            f"amp.load_state_dict: the run that was saved had the policy {saved!r}, and this "
-            f"training has {now!r}. Pass the same policy to amp.initialize as in that run; to "
-            "change it on purpose, load what was saved with 'policy' as amp.state_dict() has it "
-            "now (left out where that has none)."
+            f"amp.load_state_dict: the saved run had the policy {saved!r}, and this training has "
+            f"{now!r}. Pass amp.initialize the policy of the saved run. To change it on purpose, "
+            "first replace 'policy' in the saved dict by the one in amp.state_dict() (or delete it "
+            "if that dict has none)."
         )
 
 

@@ -52,7 +52,7 @@ def optimizer_list(optimizers: Any, call: str = "amp.initialize") -> list[Any]:
         name = type(optimizer).__name__
         if name in ("FP16_Optimizer", "OptimWrapper"):
             raise RuntimeError(
-                f"{call}: an {name} scales losses itself. Pass the optimizer that it was made of."
+                f"{call}: an {name} scales losses itself. Pass the optimizer that it wraps."
             )
         if getattr(optimizer, "_custom_amp_unscale_grads", False):
             raise RuntimeError(
@@ -96,14 +96,15 @@ def check_groups(
                 )
             if not has_version(param):
                 raise RuntimeError(
-                    f"{call}: a weight of shape {tuple(param.shape)} in the {name} was made in "
-                    "torch.inference_mode, where nothing trains. Make the model outside of it."
+                    f"{call}: a weight of shape {tuple(param.shape)} in the {name} was created in "
+                    "torch.inference_mode, so it cannot be trained. Create the model outside of "
+                    "it."
                 )
             weight = weight_of(param)
             if id(weight) in seen:
                 raise ValueError(
                     f"{call}: some parameters appear in more than one parameter group, or twice in "
-                    f"one: a weight of shape {tuple(param.shape)} of the {name}, itself or its "
+                    f"one. One is a weight of shape {tuple(param.shape)} of the {name}, or its "
                     "float32 master. Pass each weight once."
                 )
             seen.add(id(weight))
@@ -113,8 +114,8 @@ def refuse_inference_mode() -> None:
     """Raise under ``torch.inference_mode``: what ``initialize`` makes is to be trained."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "amp.initialize was called under torch.inference_mode(), where no weight or master can "
-            "be made that trains. Call it before that block."
+            "amp.initialize was called under torch.inference_mode(), in which apex cannot create "
+            "trainable weights and masters. Call it before that block."
         )
 
 
@@ -136,10 +137,10 @@ def group_of_several(user: str, group: Any) -> Any:
     kind: Any = getattr(torch.distributed, "ProcessGroup", ())
     if not isinstance(group, kind):
         raise TypeError(
-            f"{user}: process_group was {group!r}; it must be a "
-            "torch.distributed.ProcessGroup with this rank in it. Pass what "
-            "torch.distributed.new_group(ranks) has returned on these ranks (elsewhere it returns "
-            "-100: pass None there), or mesh.get_group(name) of a DeviceMesh."
+            f"{user}: process_group was {group!r}; it must be a torch.distributed.ProcessGroup "
+            "that contains this rank. Pass the group that torch.distributed.new_group(ranks) "
+            "returned on these ranks (on other ranks it returns -100; pass None on those), or "
+            "mesh.get_group(name) of a DeviceMesh."
         )
     return group if torch.distributed.get_world_size(group) > 1 else None
 
@@ -150,8 +151,8 @@ def model_list(models: Any) -> list[torch.nn.Module]:
     for model in listed:
         if isinstance(model, torch.jit.ScriptModule):
             raise TypeError(
-                "amp.initialize: models was or held a TorchScript module, which takes no hooks. "
-                "Pass the module it was made from, and torch.jit.trace it afterwards."
+                "amp.initialize: models was or held a TorchScript module, on which amp cannot set "
+                "hooks. Pass the module it was made from, and call torch.jit.trace afterwards."
             )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
@@ -167,9 +168,9 @@ def unwrapped(model: torch.nn.Module, properties: Properties) -> torch.nn.Module
     casts_model = properties.cast_model_type in HALF_TYPES
     if casts_model and any(isinstance(module, ddp) for module in model.modules()):
         raise RuntimeError(
-            f"amp.initialize: a model, or a part of it, is wrapped in DistributedDataParallel "
-            f"already. {properties.opt_level} casts its parameters, and the wrapper would still "
-            "have the old ones. Wrap it after amp.initialize."
+            "amp.initialize: a model, or a part of it, is wrapped in DistributedDataParallel "
+            f"already. {properties.opt_level} casts its parameters, and the wrapper would keep the "
+            "old ones. Wrap the model after amp.initialize."
         )
     module: torch.nn.Module = inner(model)
     return module
@@ -203,9 +204,10 @@ def refuse_copies(models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) 
             if [p.shape for p in own] == [weight.shape for weight in weights]:
                 raise ValueError(
                     f"amp.initialize: the {type(optimizer).__name__} has none of the models' "
-                    f"weights, but as many of the same shapes as the {type(model).__name__}: those "
-                    "of another copy, or masters that were copied. Make an optimizer of this "
-                    "model's parameters(), and give it the old one's state by load_state_dict()."
+                    "weights, although its parameters have the same shapes as those of the "
+                    f"{type(model).__name__}. They belong to another copy, or are copied masters. "
+                    "Make an optimizer of this model's parameters(), and load the old optimizer's "
+                    "state with load_state_dict()."
                 )
 
 
@@ -265,8 +267,9 @@ def refuse_sharded(
     if is_alone and any(isinstance(m, first) for model in models for m in model.modules()):
         raise RuntimeError(
             f"amp.initialize: a model is a FullyShardedDataParallel, and at {properties.opt_level} "
-            "the loss scale is dynamic: each rank would see only the overflows of its own shard. "
-            "Use O4, or O1 with fully_shard (FSDP2) or process_group=torch.distributed.group.WORLD."
+            "the loss scale is dynamic. Each rank would see only the overflows of its own shard. "
+            "Use O4, or O1 with fully_shard (FSDP2) or "
+            "process_group=torch.distributed.group.WORLD."
         )
     if not casts_model:
         return
@@ -288,10 +291,10 @@ def refuse_sharded(
             scale = ', loss_scale="dynamic"' if dtype == torch.float16 else ""
             raise RuntimeError(
                 f"amp.initialize: {found[0]}, and {properties.opt_level} casts parameters, which "
-                "sharding does not allow. Use O1 or O4. Or let FSDP2 cast, whose shards are "
-                "float32 masters: fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype="
-                f"{dtype}, reduce_dtype=torch.float32)), then "
-                f'amp.initialize(model, optimizer, opt_level="O0"{scale}).'
+                "sharding does not allow. Use O1 or O4. Or let FSDP2 cast (its shards are float32 "
+                f"masters): fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, "
+                "reduce_dtype=torch.float32)), then amp.initialize(model, optimizer, "
+                f'opt_level="O0"{scale}).'
             )
 
 
@@ -302,7 +305,7 @@ def refuse_other_state(user: str, given: Any) -> None:
         raise ValueError(f"{user} was given a {type(given).__name__}; {right}.")
     if "loss_scaler0" in given:
         raise ValueError(
-            f"{user} was given what amp.state_dict() returned; {right}. To go on with the scale of "
-            "amp, pass {**scaler.state_dict(), 'scale': saved['loss_scaler0']['loss_scale'], "
+            f"{user} was given what amp.state_dict() returned; {right}. To continue with the scale "
+            "of amp, pass {**scaler.state_dict(), 'scale': saved['loss_scaler0']['loss_scale'], "
             "'_growth_tracker': saved['loss_scaler0']['unskipped']}."
         )

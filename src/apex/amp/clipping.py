@@ -24,7 +24,7 @@ def _collected(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] |
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"amp.clip_grad_norm_ and amp.clip_grad_value_ take an optimizer; they were given "
+            "amp.clip_grad_norm_ and amp.clip_grad_value_ need an optimizer, and got "
             f"{type(optimizer).__name__}. Pass the optimizer, or use torch.nn.utils for tensors."
         )
     state = state_of(optimizer)
@@ -150,9 +150,9 @@ def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:
     state = state_of(optimizer)
     if state is None:
         raise RuntimeError(
-            f"amp.outcome was given {type(optimizer).__name__}, whose steps amp does not see: it "
-            "did not go through amp.initialize, or that was called with enabled=False. Of a "
-            "GradScaler call scaler.outcome(optimizer)."
+            f"amp.outcome was given {type(optimizer).__name__}, whose steps amp does not see. Pass "
+            "an optimizer of amp.initialize (with enabled=True). With a GradScaler, call "
+            "scaler.outcome(optimizer)."
         )
     scalers = state.training.loss_scalers
     if not 0 <= loss_id < len(scalers):

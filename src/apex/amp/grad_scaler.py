@@ -131,8 +131,8 @@ class GradScaler(torch.amp.GradScaler):
             where = "an optimizer" if len(meshes) > 1 else "the optimizers of a scaler"
             raise RuntimeError(
                 f"apex.amp.GradScaler: parameters of {where} are on two root meshes, {known[0]} "
-                f"and {known[1]}, which could take different steps. Slice both from one mesh, "
-                "pass process_group= with the ranks of all, or use a scaler for each."
+                f"and {known[1]}, which could skip different steps. Slice both from one mesh, pass "
+                "a process_group= of all their ranks, or use one scaler for each mesh."
             )
         self._mesh = known[0] if known else None
         return groups_of(known[:1], self.process_group)
@@ -176,8 +176,9 @@ class GradScaler(torch.amp.GradScaler):
         user, name = "apex.amp.GradScaler.clip_grad_norm_", type(optimizer).__name__
         if not hasattr(optimizer, "param_groups") or _unscales_itself(optimizer):
             raise TypeError(
-                f"{user} was given {name}. Pass the optimizer; of one that unscales its gradients "
-                "itself call scaler.unscale_(optimizer) and then its own function that clips."
+                f"{user} was given {name}. Pass the optimizer. If it unscales its gradients "
+                "itself, call scaler.unscale_(optimizer) and then the optimizer's own clipping "
+                "function."
             )
         takes_scale, state = False, {}
         if self._enabled:
@@ -273,8 +274,9 @@ class GradScaler(torch.amp.GradScaler):
             left = vars(optimizer).pop("_scaled_step", None)
         if left is not None:
             raise RuntimeError(
-                f"apex.amp.GradScaler: step() of {type(optimizer).__name__} did not call that of "
-                "apex.optimizers, so the gradients were not unscaled. Call super().step() in it."
+                f"apex.amp.GradScaler: {type(optimizer).__name__}.step() did not call the step() "
+                "of apex.optimizers, so the gradients were not unscaled. Call super().step() in "
+                "it."
             )
         return result
 

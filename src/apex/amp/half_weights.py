@@ -69,8 +69,8 @@ def float16_weights(optimizer: _Optimizer) -> _Optimizer:
     if not callable(getattr(optimizer, "step_scaled", None)):
         name = type(optimizer).__name__
         raise TypeError(
-            f"amp.float16_weights: {name} cannot step float16 weights by float32 gradients; pass "
-            "an optimizer of apex.optimizers: "
+            f"amp.float16_weights: {name} cannot update float16 weights with float32 gradients; "
+            "pass an optimizer of apex.optimizers: "
             "amp.float16_weights(apex.optimizers.FusedAdam(model.parameters(), lr=1e-3))"
         )
     vars(optimizer).setdefault("_widened", [])

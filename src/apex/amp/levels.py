@@ -98,8 +98,8 @@ class Properties:
 _MISPLACED: dict[str, tuple[bool, tuple[Any, ...], str]] = {
     "cast_model_type": (True, (None, False, torch.float32), "O1 and O4 cast functions, not models"),
     "patch_torch_functions": (False, (None, False), "only O1 and O4 cast torch functions"),
-    "keep_batchnorm_fp32": (True, (None,), "batchnorm's weights are float32 there anyway"),
-    "master_weights": (True, (None,), "weights are float32 there, so there are no masters"),
+    "keep_batchnorm_fp32": (True, (None,), "batchnorm's weights are float32 at this level anyway"),
+    "master_weights": (True, (None,), "weights are float32 at this level, so there are no masters"),
 }
 
 

@@ -136,8 +136,8 @@ class OptimizerState:
         """Raise: the model was initialised again without this optimizer."""
         raise RuntimeError(
             "amp: the model of this optimizer went through another amp.initialize, which made new "
-            "masters of its weights. Pass both optimizers in one call: "
-            "amp.initialize(model, [first, second], ...)."
+            "masters of its weights. Pass both optimizers in one call: amp.initialize(model, "
+            "[first, second], ...)."
         )
 
     def _is_open(self) -> bool:
@@ -254,7 +254,7 @@ class OptimizerState:
     def _refuse_step(self, *, has_closure: bool) -> None:
         if self.ledger.state is State.OPEN or (self.training.shared and self._is_open()):
             raise RuntimeError(
-                "amp: step() was called inside the scale_loss block, where gradients are still "
+                "amp: step() was called inside the scale_loss block, while gradients are still "
                 "scaled. Call it after the block."
             )
         if self.superseded:
@@ -265,9 +265,9 @@ class OptimizerState:
             self.ledger.refuse_scaled_elsewhere()
         if has_closure and self.training.is_dynamic():
             raise RuntimeError(
-                "amp: step() was given a closure, but with dynamic loss scaling a step can be "
-                "skipped after the closure ran. Use a static loss_scale (or O4, O5), or call "
-                "backward before step()."
+                "amp: step() got a closure, but with dynamic loss scaling amp can skip a step "
+                "after the closure ran. Use a static loss_scale (or O4, O5), or call backward "
+                "before step()."
             )
         self._is_captured = _runtime.capturing()
         if self._is_captured or self.ledger.is_captured:
@@ -279,8 +279,9 @@ class OptimizerState:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[union-attr]
             raise RuntimeError(
                 "amp: torch's GradScaler cannot drive this optimizer at "
-                f"{self.training.properties.opt_level}: it steps float32 masters, and the "
-                "gradients are on the 16-bit model. Use amp.scale_loss, or O1 or O4."
+                f"{self.training.properties.opt_level}, because the optimizer updates float32 "
+                "masters and the gradients are on the 16-bit model. Use amp.scale_loss, or O1 or "
+                "O4."
             )
 
     def _refuse_part(self) -> None:
@@ -353,10 +354,10 @@ class OptimizerState:
         if has_closure and self.use_masters:
             self._refuse_step(has_closure=True)
             raise RuntimeError(
-                f"amp: step(closure) of the {type(inner).__name__} inside of a "
-                f"{type(self.optimizer()).__name__} was called. Its closure would run before the "
-                "masters are written to the model. Call step(closure) of the object that was "
-                "passed to amp.initialize, or pass the inner optimizer to amp.initialize."
+                f"amp: the program called step(closure) of the {type(inner).__name__} inside a "
+                f"{type(self.optimizer()).__name__}. The closure would run before amp writes the "
+                "masters to the model. Call step(closure) of the object that was passed to "
+                "amp.initialize, or pass the inner optimizer to amp.initialize."
             )
         self._inner_is_skipped = self._decide(has_closure=has_closure, is_inner=True) is None
         if not self._inner_is_skipped:

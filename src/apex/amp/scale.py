@@ -134,7 +134,7 @@ class Scale:
         if _runtime.capturing():
             raise RuntimeError(
                 "amp: a first scale_loss block was captured in a CUDA graph. The loss scale is "
-                "still on the CPU, so each replay would start from its value now. Take some "
+                "still on the CPU, so each replay would start from its current value. Make some "
                 "training steps before capturing (docs/optimizers.md, CUDA graphs)."
             )
         with torch.inference_mode(False):

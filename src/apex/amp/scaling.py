@@ -190,16 +190,17 @@ def _is_watched(this: Pass) -> bool:
 
 _HAS_GRAPH = (
     "amp.scale_loss: backward(create_graph=True) was called in the block. Unscaling gradients does "
-    "not unscale their graph, so a penalty on p.grad would be scaled. Take them outside of the "
-    "block, of a scaled loss, so that none is too small for 16 bits, and divide: scale = 2.0**16; "
-    "grads = torch.autograd.grad(loss * scale, params, create_graph=True); grads = [g.float() / "
-    "scale for g in grads]. Add the penalty on them to the loss that goes through amp.scale_loss."
+    "not unscale their graph, so a penalty on p.grad would be scaled. Compute the gradients "
+    "outside the block, from a scaled loss so that none is too small for 16 bits, and divide them: "
+    "scale = 2.0**16; grads = torch.autograd.grad(loss * scale, params, create_graph=True); grads "
+    "= [g.float() / scale for g in grads]. Add the penalty on them to the loss that goes through "
+    "amp.scale_loss."
 )
 _OTHER_ROOT = (
-    "amp.scale_loss: gradients were computed in the block, and not of the scaled loss. They are "
-    "divided by the loss scale all the same, so the step hardly changes the weights. Call "
-    "backward() of what the block yields: "
-    "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+    "amp.scale_loss: the block computed gradients, but not from the scaled loss. amp still divides "
+    "them by the loss scale, so the step hardly changes the weights. Call backward() of the loss "
+    "that the block yields: `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+    "scaled_loss.backward()`."
 )
 
 
@@ -222,7 +223,7 @@ def _states(optimizers: Any) -> list[OptimizerState]:
     names = ", ".join(type(other).__name__ for other in others) or "an empty list"
     raise RuntimeError(
         f"amp.scale_loss was given {names}, which did not go through amp.initialize. Pass every "
-        "optimizer to initialize, and use what it returns."
+        "optimizer to initialize, and use the optimizers that it returns."
     )
 
 

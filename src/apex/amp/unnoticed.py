@@ -33,14 +33,14 @@ from apex.ops.lists.tensor_lists import local
 EACH, FIRST = 16, 8  # blocks that are looked at: the first ones, later one of so many
 _STATIC = (
     "amp: gradients are inf or NaN while the loss is finite, and a static loss scale ({scale:g}) "
-    "skips no step: the weights become inf or NaN. If the scale is too large, use "
-    "loss_scale='dynamic' or a smaller number (128.0); else apex debug finds the operation."
+    "skips no step, so the weights become inf or NaN. If the scale is too large, use "
+    "loss_scale='dynamic' or a smaller number (128.0). Otherwise apex debug finds the operation."
 )
 _OUTSIDE = (
-    "amp: gradients of float16 operations are stepped, and no amp.scale_loss block was entered: "
-    "without the loss scale ({scale:g}) small ones become zero. Put the backward into a block: "
-    "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(). Or use "
-    "opt_level='O4' or 'O5', which need no loss scale."
+    "amp: the optimizer steps with gradients of float16 operations, but the program entered no "
+    "amp.scale_loss block. Without the loss scale ({scale:g}) small gradients become zero. Call "
+    "backward in a block: with amp.scale_loss(loss, optimizer) as scaled_loss: "
+    "scaled_loss.backward(). Or use opt_level='O4' or 'O5', which need no loss scale."
 )
 
 

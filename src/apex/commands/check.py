@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from apex.debug.check.run import CheckRun
 
 HELP = """Run a training script as it is, look at its first steps, and list each precision mistake
-with its line, what was measured in this run, and its fix. The script's output and files stay those
-of a run without this command."""
+with its line, what was measured in this run, and its fix. The script's output and files stay the
+same as without this command."""
 
 FOUND, NO_STEP = 3, 4
 VERSION = 1  # of the JSON
@@ -211,7 +211,9 @@ class CheckResult:
         }
         more = [f"{', '.join(self.not_reached)}: not reached"] if self.not_reached else []
         more += [f"{self.ignored} ignored"] if self.ignored else []
-        more += [f"a rule of apex failed, please report it: {one}" for one in self.failed]
+        more += [
+            f"apex failed in one of its checks, please report it: {one}" for one in self.failed
+        ]
         return [
             *lines,
             f"apex check: {texts[self.status()]}" + (f" ({'; '.join(more)})" if more else ""),

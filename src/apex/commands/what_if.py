@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and args.plot.suffix not in PLOTS:
         raise UsageError(f"--plot {args.plot}: use a name that ends in {' or '.join(PLOTS)}")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot: matplotlib not installed: pip install matplotlib")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
     task = tasks.load(args.task, TaskOptions(device, quick=True, data=args.data))
     try:
         found = _studied(task, args, device)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if not found.is_decided:
         return UNDECIDED
     if args.save is None:
-        print("\n--save policy.json writes the policy that amp.initialize(policy=...) takes.")
+        print("\n--save policy.json writes the policy for amp.initialize(policy=...).")
     else:
         found.save(args.save)
         print(f"\nPolicy written: amp.initialize(..., policy={str(args.save)!r})")

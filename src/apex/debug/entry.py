@@ -76,9 +76,9 @@ def watch(
         if ours.isdisjoint(map(id, params_of(one))):
             raise ValueError(
                 f"apex.debug.watch: no parameter of the {type(one).__name__} is in the "
-                f"{', '.join(type(one).__name__ for one in models)}: pass the model that it "
-                "steps. (An optimizer that steps float32 copies, as FP16_Optimizer does, cannot be "
-                "watched; one of amp.initialize can.)"
+                f"{', '.join(type(one).__name__ for one in models)}: pass the model whose "
+                "parameters it updates. (apex cannot watch an optimizer that updates float32 "
+                "copies, as FP16_Optimizer does; it can watch one that amp.initialize returned.)"
             )
     return Watch(models, optimizers, scaler, step, on_fault, skip, patience, process_group, every)
 
@@ -90,7 +90,9 @@ def _models(given: Any) -> list[torch.nn.Module]:
         if not isinstance(one, torch.nn.Module):
             raise TypeError(f"apex.debug.watch: model was {type(one).__name__}, not an nn.Module")
     if not models:
-        raise ValueError("apex.debug.watch: model was an empty list; pass the model that is called")
+        raise ValueError(
+            "apex.debug.watch: model was an empty list; pass the model that the program calls"
+        )
     return models
 
 
@@ -100,10 +102,14 @@ def _optimizers(given: Any) -> list[Any]:
         if not hasattr(one, "param_groups") or not hasattr(one, "_optimizer_step_pre_hooks"):
             raise TypeError(
                 f"apex.debug.watch: optimizer was {type(one).__name__}; it must be a "
-                "torch.optim.Optimizer. Of a wrapper pass the one inside (wrapper.optimizer)."
+                "torch.optim.Optimizer. For a wrapper, pass the optimizer inside it "
+                "(wrapper.optimizer)."
             )
         if watch_of(one) is not None:
             raise RuntimeError("apex.debug.watch: this optimizer is watched already; close() first")
     if not optimizers:
-        raise ValueError("apex.debug.watch: optimizer was an empty list; pass the one that steps")
+        raise ValueError(
+            "apex.debug.watch: optimizer was an empty list; pass the optimizer that updates the "
+            "model"
+        )
     return optimizers

@@ -69,7 +69,7 @@ def explain(fault: Fault, step: _Loss | None) -> Report:
         report.sentence += fault.growth.sentence(names_of_stepped(fault.models, fault.optimizers))
     if not everyone:
         report.notes.append(
-            "not all ranks called explain() within 60 seconds, so only this one was looked at"
+            "not all ranks called explain() within 60 seconds, so apex looked at this rank only"
         )
     elif fault.together.is_parallel:
         _compare_ranks(report, fault)
@@ -125,7 +125,7 @@ class _Explanation:
         if not self._fault.calls and not self._has_step:
             names = ", ".join(type(model).__name__ for model in self._models)
             return (
-                f"no forward of {names} was seen since the last step; watch the module that the "
+                f"apex saw no forward of {names} since the last step; watch the module that the "
                 "program calls, as model(x) and not as model.forward(x)"
             )
         if self._fault.together.needs_others and not everyone:
@@ -206,7 +206,9 @@ class _Explanation:
             if self._any(inside is not None):
                 run, result, origin, is_shown = self._replay.run_step, again, inside, True
             elif is_shown:
-                self._notes.append("step() did not show the fault: is it the batch of this step?")
+                self._notes.append(
+                    "step() did not show the fault. Does it use the batch of this step?"
+                )
         prepared = None
         if self._tape is not None and (not is_shown or after or _is_input(origin)):
             again, inside = self._try_tape()
@@ -230,7 +232,7 @@ class _Explanation:
         bad = [name for name, one in buffers if is_bad(one) and bool(one.isnan().any())]
         if bad:
             self._notes.append(
-                f"the forward has also written NaN into the buffer {bad[0]}, which stays there"
+                f"the forward also wrote NaN into the buffer {bad[0]}, where it stays"
             )
 
     def _run_tape(self, factor: float = 1.0) -> ReplayResult:
@@ -276,8 +278,8 @@ class _Explanation:
         return self._make(
             "unrepeatable",
             "The replay of the step does not show the fault: something between backward and step "
-            "changed the gradients, or the model depends on what is not kept (random numbers of "
-            "NumPy, files, time).",
+            "changed the gradients, or the model depends on something that a replay does not "
+            "repeat (NumPy's random numbers, files, time).",
         )
 
     def _note_unwatched(self) -> None:
@@ -287,8 +289,8 @@ class _Explanation:
             others = sum(id(param) not in ours for param in params)
             if others:
                 self._notes.append(
-                    f"of the {len(params)} parameters of {type(optimizer).__name__}, {others} are "
-                    "in no module that is watched; name it: apex.debug.watch(module, optimizer)"
+                    f"{others} of the {len(params)} parameters of {type(optimizer).__name__} are "
+                    "in no watched module; watch it too: apex.debug.watch(module, optimizer)"
                 )
 
     # -- causes --------------------------------------------------------------------------------
@@ -428,7 +430,7 @@ class _Explanation:
 def _because(origin: Origin) -> str:
     """One step further, where the inputs of the operation are known."""
     if origin.kind == "mask":
-        return ", which the loss has read: a mask covers a target"
+        return ", which the loss reads: a mask covers a target"
     name = origin.name.removeprefix("aten.").partition(".")[0]
     if origin.call is None or not origin.has_nan():
         return ""

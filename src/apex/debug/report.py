@@ -23,7 +23,7 @@ CAUSES = {
     "optimizer": "an update of the optimizer that was not finite, from finite gradients",
     "rank": "a value that another rank sent",
     "compiled": "compiled code only; the same operations give finite values uncompiled",
-    "uninitialised": "memory that nothing had written",
+    "uninitialised": "uninitialized memory",
     "unrepeatable": "the replay did not show the fault",
 }
 

@@ -15,8 +15,8 @@ OUTSIDE = {  # kind of origin -> cause and sentence
     "buffer": ("parameter", "The buffer {name} was not finite: it has {counts}."),
     "memory": (
         "uninitialised",
-        "{place} returned memory that nothing wrote before the program read it, or that a kernel "
-        "wrote which torch does not see.",
+        "{place} returned uninitialized memory that the program then read, or memory that a kernel "
+        "wrote without torch seeing it.",
     ),
     "collective": ("rank", "{name} brought {counts} from another rank."),
     "tensor": ("loss", "{counts} came from a tensor that existed before the step (targets?)."),

@@ -130,8 +130,8 @@ class Watch:
         """
         if self.fault is None:
             raise RuntimeError(
-                "apex.debug: there is nothing to explain: since the last finite step no step had "
-                "an inf or NaN in its gradients. Look at watch.fault first."
+                "apex.debug: there is nothing to explain, because no step since the last finite "
+                "one had an inf or NaN in its gradients. Check watch.fault first."
             )
         self._busy = True
         if self._lines is not None:
@@ -206,8 +206,8 @@ class Watch:
             if len(self._calls) == _MOST_CALLS and not self._warned:
                 self._warned = True
                 self._warn(
-                    f"apex.debug: {_MOST_CALLS} forwards and no step of the optimizer were seen. "
-                    "If a GradScaler steps it, pass watch(..., scaler=scaler)."
+                    f"apex.debug saw {_MOST_CALLS} forwards but no step of the optimizer. If a "
+                    "GradScaler calls its step(), pass watch(..., scaler=scaler)."
                 )
             if self._growth is not None:
                 self._growth.begin(self.steps + 1, self._optimizers)

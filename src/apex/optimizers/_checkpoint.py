@@ -189,10 +189,10 @@ def check_loaded(optimizer: Any, loaded: StateDict, groups: Sequence[Mapping[str
             if slot in tensors or eight_bit.absmax_of(slot) not in tensors:
                 missing = f'no "{eight_bit.absmax_of(slot)}"'
                 raise ValueError(
-                    f"{optimizer._name}: the saved {slot} of parameter {number} is in 8 bits, "
-                    f"and there is {'a float32 one too' if slot in tensors else missing}. Load "
-                    "the state as it was saved; a gathered one into an optimizer of the same "
-                    "state=."
+                    f"{optimizer._name}: the saved {slot} of parameter {number} is in 8 bits, and "
+                    f"the state has {'a float32 one too' if slot in tensors else missing}. Load "
+                    "the state as it was saved; load a gathered state into an optimizer of the "
+                    "same state=."
                 )
         for key in tensors.keys() & known:
             shape = tuple(tensors[key].shape)
@@ -205,8 +205,8 @@ def check_loaded(optimizer: Any, loaded: StateDict, groups: Sequence[Mapping[str
             if key not in {*optimizer.slot_shapes, *of_codes} and not fits(param, tensors[key]):
                 raise ValueError(
                     f"{optimizer._name}: the saved {key} of parameter {number} is "
-                    f"{described(tensors[key])}, and the parameter is {described(param)}. Save "
-                    "and load with torch.distributed.checkpoint, which brings states to the "
+                    f"{described(tensors[key])}, and the parameter is {described(param)}. Save and "
+                    "load with torch.distributed.checkpoint, which converts states to the "
                     "placements of this run."
                 )
 
@@ -278,7 +278,7 @@ def from_torch(optimizer: Any, state_dict: StateDict) -> StateDict:
         if len(steps) > 1:
             raise ValueError(
                 f"{optimizer._name}: the saved parameters of one group are at different steps "
-                f"({sorted(steps)}), and this optimizer counts per group. Put them into "
+                f"({sorted(steps)}), but this optimizer counts steps per group. Put them into "
                 "different groups."
             )
         if steps and "step" not in group:

@@ -75,7 +75,7 @@ def keys(optimizer: Any, group: Mapping[str, Any]) -> None:
             if value != arguments[key]:
                 raise ValueError(
                     f"{user}: a group has {key}={value!r}, and the optimizer "
-                    f"{key}={arguments[key]!r}, which holds for all groups. Pass it to the "
+                    f"{key}={arguments[key]!r}, which applies to all groups. Pass it to the "
                     "constructor; for different values make several optimizers."
                 )
         elif key in optimizer._refused_keys:
@@ -86,8 +86,8 @@ def keys(optimizer: Any, group: Mapping[str, Any]) -> None:
                 )
         elif meant := _meant(key, {*numbers, *arguments}):
             raise ValueError(
-                f"{user}: a group has the unknown key {key!r}. Write {meant!r}, or give "
-                "a key of your own another name."
+                f"{user}: a group has the unknown key {key!r}. Write {meant!r}, or rename the key "
+                "if it is your own."
             )
 
 
@@ -163,17 +163,16 @@ def params(optimizer: Any, given: Any) -> None:
             )
         if tensor.is_neg():
             raise RuntimeError(
-                f"{user}: the sign of a parameter is a bit of the tensor (is_neg()) and "
-                "not in its memory. Make the parameter of `data.resolve_neg()`."
+                f"{user}: a parameter is a negative view (is_neg()), whose memory has the opposite "
+                "sign. Make the parameter from `data.resolve_neg()`."
             )
         stored(optimizer, [tensor])
         if optimizer._state_form == "8bit":
             check_placement(user, tensor)
         if is_partial(tensor):
             raise RuntimeError(
-                f"{user}: a parameter is a DTensor whose ranks hold terms of a sum "
-                "(Partial). Call redistribute(placements=...) first, and make the parameter of "
-                "the result."
+                f"{user}: a parameter is a DTensor whose ranks hold terms of a sum (Partial). Call "
+                "redistribute(placements=...) first, and make the parameter from the result."
             )
 
 
@@ -186,9 +185,9 @@ def stored(optimizer: Any, given: Sequence[torch.Tensor]) -> None:
     if others := {*map(_DTYPE, given)} - {torch.bfloat16}:
         raise RuntimeError(
             f"{optimizer._name}: storage={optimizer.storage!r} keeps bfloat16 weights; a parameter "
-            f"has {others.pop()}. Convert the model with .bfloat16() first; for a model that was "
-            "converted since, make a new optimizer, whose load_state_dict takes this one's "
-            "state."
+            f"has {others.pop()}. Convert the model with .bfloat16() first; if you converted the "
+            "model after making the optimizer, make a new optimizer and load the state of this one "
+            "into it."
         )
 
 
@@ -222,8 +221,8 @@ def made_in_capture(user: str, name: str) -> None:
     """Raise ``RuntimeError`` if state that is made now would be made anew at each replay."""
     if _runtime.capturing():
         raise RuntimeError(
-            f'{user}: a parameter has no "{name}" yet. A CUDA graph captured now would '
-            "make it anew at each replay. Take a step before capturing."
+            f'{user}: a parameter has no "{name}" yet. A CUDA graph captured now would create it '
+            "anew at each replay. Make a step before capturing."
         )
 
 
@@ -231,9 +230,8 @@ def written_in_capture(user: str, name: str | None) -> None:
     """Raise ``RuntimeError`` if state that follows a weight would be reset at each replay."""
     if _runtime.capturing():
         raise RuntimeError(
-            f"{user}: a weight was written since the last step. A CUDA "
-            f'graph captured now would reset its "{name}" at each replay. Take a step '
-            "before capturing."
+            f"{user}: the program wrote to a weight after the last step. A CUDA graph captured now "
+            f'would reset its "{name}" at each replay. Make a step before capturing.'
         )
 
 
@@ -307,7 +305,7 @@ def places(
             if tensor.device != param.device or tensor.shape != shape:
                 raise RuntimeError(
                     f"{optimizer._name}: the {name} of a parameter has shape {tuple(tensor.shape)} "
-                    f"on {tensor.device}, and for this parameter it would be {tuple(shape)} on "
-                    f"{param.device}. Move a model before making its optimizer; after giving a "
-                    "parameter other data, clear its gradient and its entry in optimizer.state."
+                    f"on {tensor.device}; this parameter needs {tuple(shape)} on {param.device}. "
+                    "Move a model before making its optimizer. After assigning other data to a "
+                    "parameter, clear its gradient and its entry in optimizer.state."
                 )

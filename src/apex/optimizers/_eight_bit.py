@@ -74,8 +74,8 @@ def check_placement(user: str, param: Any) -> None:
     for place in getattr(param, "placements", ()):
         if not place.is_replicate() and getattr(place, "dim", None) != 0 and is_held(param):
             raise RuntimeError(
-                f'{user}: state="8bit" has blocks of codes in rows of dimension 0, and a parameter '
-                f"has the placements {param.placements}. Shard it by Shard(0), or leave state out."
+                f'{user}: state="8bit" needs whole rows of dimension 0, and a parameter has the '
+                f"placements {param.placements}. Shard it with Shard(0), or leave state out."
             )
 
 

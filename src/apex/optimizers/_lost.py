@@ -88,10 +88,11 @@ class LostWatch:
         if there and lost >= MOST * there:
             warnings.warn(
                 f"{name}: {100 * lost / there:.0f} % of the updates of bfloat16 weights were lost "
-                f"in its first {STEPS} steps: elements with a gradient did not move, because the "
-                "update is too small for their 8 bits. Keep the weights in float32 and compute in "
-                "bfloat16 (torch.autocast, or amp at O4 or O5), or pass storage='auto', which "
-                "keeps what is rounded away. storage='plain' says that you mean it.",
+                f"in its first {STEPS} steps. Elements with a gradient did not move, because their "
+                "updates are too small for the 8 bits of bfloat16. Keep the weights in float32 and "
+                "compute in bfloat16 (torch.autocast, or amp at O4 or O5), or pass storage='auto', "
+                "which keeps what is rounded away. Pass storage='plain' to keep it like this "
+                "without the warning.",
                 stacklevel=2,
             )
         return False

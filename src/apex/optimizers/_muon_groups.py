@@ -110,7 +110,7 @@ def _outer(model: nn.Module, outputs: Iterable[str] | None) -> set[int]:
         if not layers and not tied:
             warnings.warn(
                 "FusedMuon.groups_for: no output layer was found. Pass outputs=[its name], or "
-                "outputs=[] if all linear layers are hidden ones.",
+                "outputs=[] if all linear layers are hidden layers.",
                 stacklevel=3,
             )
     return found | {id(weight) for one in layers for weight in one.parameters()}

@@ -123,9 +123,9 @@ def legs(param: Any, flatten: bool) -> tuple[Leg, ...]:
 
 
 _UNKNOWN = (
-    "FusedMuon collects shards as fully_shard and parallelize_module make them, between the ranks "
-    "of a mesh, and a parameter has placements {} or is on a mesh without this rank. Redistribute "
-    "it, or step it by Adam: give its group algorithm='adam'."
+    "FusedMuon supports the placements that fully_shard and parallelize_module make, on a mesh "
+    "that contains this rank; a parameter has placements {} or another mesh. Redistribute it, or "
+    "give its group algorithm='adam' so that Adam updates it."
 )
 
 

@@ -69,11 +69,12 @@ def warn_of_none(optimizer: Any, found: Iterable[torch.Tensor]) -> None:
     found = [low for low in found if low.numel()]
     if optimizer.storage == AUTO and found and not any(low.any() for low in found):
         warnings.warn(
-            f'{optimizer._name}: storage="auto" was loaded from a state that has no low bits, and '
-            'goes on from the bfloat16 weights. That is right for a state of storage="plain". '
-            'One of storage="low_bits" has them in entries of their own, which '
-            "torch.distributed.checkpoint does not read into this optimizer: load it into one with "
-            'storage="low_bits", and pass its state_dict() to load_state_dict of this one.',
+            f'{optimizer._name}: an optimizer with storage="auto" loaded a state without low bits, '
+            "so it continues from the bfloat16 weights. This is right for a state of "
+            'storage="plain". A state of storage="low_bits" has them in separate entries, which '
+            "torch.distributed.checkpoint does not read into this optimizer. Load such a state "
+            'into an optimizer with storage="low_bits", and pass its state_dict() to '
+            "load_state_dict of this one.",
             stacklevel=2,
         )
 

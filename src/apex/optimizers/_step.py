@@ -563,11 +563,11 @@ def check_captured(step: int | torch.Tensor, device: torch.device) -> None:
         return
     where = f"on {step.device}" if isinstance(step, torch.Tensor) else f"the Python number {step}"
     raise RuntimeError(
-        f'A step of a fused optimizer was captured in a CUDA graph, and its count, "step", is '
-        f"{where}: each replay would keep the bias corrections of the step captured. Use "
-        "FusedAdam(capturable=True) or FusedMixedPrecisionLamb, which count on the device. Others "
-        "do so under a dynamic loss scale; take a step before capturing (docs/optimizers.md, CUDA "
-        "graphs)."
+        'A step of a fused optimizer was captured in a CUDA graph, and its count, "step", is '
+        f"{where}, so each replay would repeat the bias corrections of the captured step. Use "
+        "FusedAdam(capturable=True) or FusedMixedPrecisionLamb, which count on the device. Other "
+        "optimizers do so under a dynamic loss scale; make a step before capturing "
+        "(docs/optimizers.md, CUDA graphs)."
     )
 
 

@@ -95,8 +95,8 @@ class FP16_Optimizer(_base.FP16_Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "fp32_groups_flat":  # a copy would lose what is written into it
             raise AttributeError(
-                "FP16_Optimizer has no fp32_groups_flat: its masters are not joined in one tensor "
-                "for each group. Use fp32_groups, a list of masters for each group."
+                "FP16_Optimizer has no fp32_groups_flat: it does not join the masters of a group "
+                "into one tensor. Use fp32_groups, a list of masters for each group."
             )
         return super().__getattr__(name)
 

@@ -67,7 +67,7 @@ class FusedAdagrad(FusedOptimizer):
             if group.pop("lr_decay", 0):
                 raise ValueError(
                     "FusedAdagrad: the state was saved with lr_decay, which this optimizer does "
-                    "not support. Lower the learning rate by torch.optim.lr_scheduler.LambdaLR."
+                    "not support. Lower the learning rate with torch.optim.lr_scheduler.LambdaLR."
                 )
             group.pop("initial_accumulator_value", None)  # it is in the sums
         return super()._from_torch({**state_dict, "param_groups": groups})

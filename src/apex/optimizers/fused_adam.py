@@ -54,7 +54,7 @@ class FusedAdam(FusedOptimizer):
     capturable = master_weights = False
     grad_averaging: bool | None = None
     _not_in_torch = ("bias_correction",)
-    _takes_arguments = " apex.contrib.optimizers.FusedAdam still takes them."
+    _takes_arguments = " apex.contrib.optimizers.FusedAdam still accepts them."
     # Subclasses with a step of their own call these, as in the original.
     multi_tensor_adam = staticmethod(list_functions.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(list_functions.multi_tensor_adam_capturable)
@@ -86,13 +86,13 @@ class FusedAdam(FusedOptimizer):
         if grad_averaging is not None:
             raise TypeError(
                 f"FusedAdam has no grad_averaging={grad_averaging!r}: a gradient always enters the "
-                "first moment by 1 - beta1. Leave it out, or use FusedLAMB or FusedNovoGrad, which "
-                "have it."
+                "first moment with the factor 1 - beta1. Leave it out, or use FusedLAMB or "
+                "FusedNovoGrad, which have it."
             )
         if eps_inside_sqrt:
             raise RuntimeError(
-                "FusedAdam does not support eps_inside_sqrt=True. The FusedAdam of "
-                "apex.contrib.optimizers does."
+                "FusedAdam does not support eps_inside_sqrt=True. Use "
+                "apex.contrib.optimizers.FusedAdam, which does."
             )
         if master_weights and not capturable:
             raise RuntimeError(
@@ -101,8 +101,8 @@ class FusedAdam(FusedOptimizer):
             )
         if master_weights and storage != "plain":
             raise ValueError(
-                f'FusedAdam: master_weights=True needs storage="plain", not {storage!r}. Both '
-                "keep the precision that 16 bits lose, so use one of them."
+                f'FusedAdam: master_weights=True needs storage="plain", not {storage!r}. Both keep '
+                "the precision that 16 bits lose, so use only one."
             )
         self._check_numbers({"max_grad_norm": max_grad_norm})
         self.adam_w_mode = bool(adam_w_mode)
@@ -180,7 +180,7 @@ class FusedAdam(FusedOptimizer):
                     f"FusedAdam: the state was saved with decoupled_weight_decay={decoupled}, by "
                     f"torch.optim.{'AdamW' if decoupled else 'Adam'}, and this optimizer has "
                     f"adam_w_mode={self.adam_w_mode}, which applies the weight decay in another "
-                    f"way. Make it with adam_w_mode={bool(decoupled)}."
+                    f"way. Make the optimizer with adam_w_mode={bool(decoupled)}."
                 )
         return super()._from_torch(state_dict)
 

@@ -180,8 +180,8 @@ class FusedMuon(FusedOptimizer):
             )
         if is_matrix is not None and not callable(is_matrix):
             raise TypeError(
-                f"FusedMuon: is_matrix was {is_matrix!r}; pass a function of a name (or None) and "
-                "a parameter."
+                f"FusedMuon: is_matrix was {is_matrix!r}; pass a function whose arguments are a "
+                "name (or None) and a parameter."
             )
         self.is_matrix, self.iteration_dtype = is_matrix, iteration_dtype
         self.ns_algorithm = ns_algorithm
@@ -249,8 +249,8 @@ class FusedMuon(FusedOptimizer):
             return [group]  # torch's own error
         if self._partition is not None and not group.get("algorithm"):
             raise ValueError(
-                "FusedMuon: ZeroRedundancyOptimizer has the same groups on each rank, and a group "
-                'without an "algorithm" may become two. Give it groups, each with '
+                "FusedMuon: ZeroRedundancyOptimizer needs the same groups on each rank, but "
+                'FusedMuon may split a group without an "algorithm" in two. Pass groups, each with '
                 "algorithm='muon' or algorithm='adam'."
             )
         params = group["params"]
@@ -267,9 +267,10 @@ class FusedMuon(FusedOptimizer):
             if algorithm == "muon" and not _has_matrices(param, flatten):
                 raise ValueError(
                     f"FusedMuon: a parameter{f' ({name})' if name else ''} of shape "
-                    f"{tuple(param.shape)} was to be stepped as a matrix. That takes 2 dimensions, "
-                    "or 3 for a stack; flatten=True takes all from 2 on. Step it by Adam: put it "
-                    "into a group with algorithm='adam', or let is_matrix return False."
+                    f"{tuple(param.shape)} is in a group for Muon, which needs 2 dimensions, or 3 "
+                    "for a stack of matrices (with flatten=True, 2 or more). To let Adam update "
+                    "it, put it into a group with algorithm='adam', or let is_matrix return "
+                    "False."
                 )
             if algorithm == "muon":
                 legs(param, flatten)  # raises
@@ -301,9 +302,9 @@ class FusedMuon(FusedOptimizer):
         chosen = _has_matrices(param, flatten) if rule is None else rule(name, param)
         if chosen and rule is None and name and _muon_groups.is_outer(name):
             warnings.warn(
-                f"FusedMuon: {name} looks like an embedding or an output layer, which Adam steps "
-                "better. Pass FusedMuon.groups_for(model), or is_matrix=, which decides without "
-                "this warning.",
+                f"FusedMuon: {name} looks like an embedding or an output layer, for which Adam is "
+                "better. Pass FusedMuon.groups_for(model), or choose with is_matrix=, which gives "
+                "no warning.",
                 stacklevel=2,
             )
         return "muon" if chosen else "adam"
@@ -394,9 +395,9 @@ class FusedMuon(FusedOptimizer):
             taken["algorithm"] = algorithm  # torch.optim's groups have none
             if algorithm != mine["algorithm"]:
                 raise ValueError(
-                    f"FusedMuon: group {number} was saved with algorithm={algorithm!r}, and here "
-                    f"it has {mine['algorithm']!r}. Give the same groups, or the same is_matrix, "
-                    "as to the optimizer that saved the state."
+                    f"FusedMuon: group {number} was saved with algorithm={algorithm!r}, and in "
+                    f"this optimizer it has {mine['algorithm']!r}. Pass the same groups, or the "
+                    "same is_matrix, as for the optimizer that saved the state."
                 )
         super()._check_loaded(loaded, groups)
 
@@ -407,8 +408,9 @@ class FusedMuon(FusedOptimizer):
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if group["algorithm"] != "muon":
             raise ValueError(
-                "FusedMuon: torch.optim.Muon steps matrices alone, and a group has "
-                "algorithm='adam'. Make an optimizer for these, or save state_dict()."
+                "FusedMuon: torch.optim.Muon updates only matrices, and a group has "
+                "algorithm='adam'. Put the parameters of that group into an optimizer of their "
+                "own, or save state_dict()."
             )
         if isinstance(group["ns_coefficients"], str):
             coefficients = NAMED[group["ns_coefficients"]]

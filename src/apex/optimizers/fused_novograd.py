@@ -259,9 +259,9 @@ def _split_norms(
         norms, mine = vectors.get(kind, none), kept[kind]
         if norms.numel() != len(mine):
             raise ValueError(
-                f'FusedNovoGrad: a saved group\'s "exp_avg_sq" holds {norms.numel()} norms of '
+                f'FusedNovoGrad: a saved group\'s "exp_avg_sq" has {norms.numel()} norms of '
                 f'{kind} parameters, and {len(mine)} of its parameters have an "exp_avg". Load a '
-                "state that was saved as a whole, into a model of its dtypes."
+                "complete state into a model of the same dtypes."
             )
         for number, norm in zip(mine, norms.unbind(), strict=True):
             states[number]["norm"] = norm

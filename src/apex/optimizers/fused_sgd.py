@@ -96,7 +96,7 @@ class FusedSGD(FusedOptimizer):
         )
         if state != "plain" and not self._stepped_slots():
             raise ValueError(
-                f'FusedSGD: state="{state}" holds momentum buffers, and no group has momentum. '
+                f'FusedSGD: state="{state}" stores momentum buffers, but no group has momentum. '
                 "Pass a momentum, or leave state out."
             )
 
@@ -132,8 +132,8 @@ class FusedSGD(FusedOptimizer):
         """
         if self._state_form == "8bit":
             raise RuntimeError(
-                'FusedSGD: with state="8bit" a momentum buffer may be codes. A program with a step '
-                "of its own leaves state out."
+                'FusedSGD: with state="8bit" a momentum buffer may be stored as 8-bit codes. Leave '
+                "state out if your program updates weights itself."
             )
         params = list(params)
         fresh = all(self._is_fresh(param) for param in params)

@@ -105,11 +105,13 @@ def qk_clip_(
     parts = [(one, heads) for one in _listed(query)] + [(one, groups) for one in _listed(key)]
     for one, count in parts:
         if hasattr(one, "placements"):
-            raise TypeError("qk_clip_: a weight is a DTensor; pass the rows of whole heads.")
+            raise TypeError(
+                "qk_clip_: a weight is a DTensor; pass a plain tensor with the rows of whole heads."
+            )
         if len(one) % count:
             raise ValueError(
-                f"qk_clip_: the rows of a weight of shape {tuple(one.shape)} are those of no "
-                f"{count} heads."
+                f"qk_clip_: the rows of a weight of shape {tuple(one.shape)} are not divisible by "
+                f"{count} heads. Pass a weight with the same number of rows for each head."
             )
     if max_logits.dtype != torch.float64:
         max_logits = max_logits.float()

@@ -68,8 +68,8 @@ class LARC(WrappedOptimizer):
     ) -> None:
         if isinstance(clip, float):
             raise TypeError(
-                f"LARC: clip was {clip!r}; it must be True or False. In the first version the "
-                "third argument was epsilon: pass eps by name."
+                f"LARC: clip was {clip!r}; it must be True or False. In the first version of apex "
+                "the third argument was epsilon; pass eps by name."
             )
         super().__init__(optimizer)
         self.trust_coefficient = trust_coefficient

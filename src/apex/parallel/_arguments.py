@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-EXCLUDE = "DistributedDataParallel: {} and {} exclude each other. Pass one of the two."
+EXCLUDE = "DistributedDataParallel: {} and {} exclude each other. Pass only one of them."
 
 _TORCHS = {  # arguments of torch's wrapper: what is to be done without them
     "device_ids": "a module computes on the device that it is on",
@@ -21,7 +21,7 @@ _TORCHS = {  # arguments of torch's wrapper: what is to be done without them
 
 _IDLE: dict[str, tuple[Any, str]] = {  # default, and why it is not needed
     "shared_param": (None, "parameters used twice need no option"),
-    "num_allreduce_streams": (1, "torch.distributed has streams of its own"),
+    "num_allreduce_streams": (1, "torch.distributed uses its own streams"),
     "prof": (False, "torch.profiler records collectives"),
 }
 

@@ -149,8 +149,9 @@ class AllReduce:
         except RuntimeError as error:
             raise RuntimeError(
                 "DistributedDataParallel: gradients could not be reduced over ranks. Has another "
-                "rank ended, failed, or run fewer backward passes? Give every rank as many batches "
-                f"(DistributedSampler does), and look at the output of the others. {error}"
+                "rank ended, failed, or run fewer backward passes? Give every rank the same number "
+                "of batches (DistributedSampler does), and look at the output of the other ranks. "
+                f"{error}"
             ) from error
         if flat.is_cuda:  # made on the stream of the backward pass
             flat.record_stream(torch.cuda.current_stream(flat.device))

@@ -112,8 +112,8 @@ class Reducer:
         extract_tensors(module_or_grads_list, self.grads)
         if not self.grads:
             raise TypeError(
-                f"Reducer got {module_or_grads_list!r:.80}, which is no module and holds no "
-                "tensor. Pass a torch.nn.Module or a list of gradients."
+                f"Reducer got {module_or_grads_list!r:.80}, which is neither a module nor contains "
+                "a tensor. Pass a torch.nn.Module or a list of gradients."
             )
 
     def reduce(self) -> None:
@@ -132,7 +132,7 @@ def check_process_group(name: str) -> None:
     """Raise ``RuntimeError`` unless the default process group, which ``name`` needs, was made."""
     if not is_initialized():
         raise RuntimeError(
-            f"{name} needs a process group, and this process has none. Call "
+            f"{name} needs a process group, but this process has none. Call "
             'torch.distributed.init_process_group("nccl") before (on a CPU: "gloo"), with the '
             "environment that torchrun sets, or with rank=, world_size= and init_method=."
         )

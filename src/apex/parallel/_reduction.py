@@ -104,9 +104,9 @@ class Reduction:
             self._pass = None
         if self._has_failed:
             raise RuntimeError(
-                "DistributedDataParallel: a backward pass has failed on this rank, so ranks no "
+                "DistributedDataParallel: a backward pass failed on this rank, so the ranks no "
                 "longer make the same collective calls. Restart the job from its last checkpoint. "
-                "If the pass failed on all ranks alike, you may wrap the module again instead."
+                "If the pass failed on all ranks, you can instead wrap the module again."
             )
 
     def _take(self, index: int, param: torch.nn.Parameter) -> None:
@@ -174,10 +174,10 @@ class Reduction:
         param = self._params[index]
         if id(param) in one.sums:
             raise RuntimeError(
-                "DistributedDataParallel: gradient_average=False, and a backward pass has added to "
-                f"the gradient of {self._name(param)}, which is a sum over ranks already. "
-                "Accumulate in no_sync() until the last backward of a step, and zero gradients "
-                "after the step."
+                "DistributedDataParallel: gradient_average=False, and a backward pass added to the "
+                f"gradient of {self._name(param)}, which is already a sum over ranks. Accumulate "
+                "in no_sync() until the last backward of a step, and zero gradients after the "
+                "step."
             )
         if not one.reduces:
             return
@@ -258,8 +258,9 @@ class Reduction:
         if refused is not None and refused.grad is not None:
             raise RuntimeError(
                 f"DistributedDataParallel: the gradient of {self._name(refused)} is "
-                f"{refused.grad.dtype} with layout {refused.grad.layout}; only dense ones of the "
-                f"parameter's dtype, {dtype}, are reduced. Make an embedding with sparse=False."
+                f"{refused.grad.dtype} with layout {refused.grad.layout}; only dense gradients of "
+                f"the parameter's dtype, {dtype}, can be reduced. Make an embedding with "
+                "sparse=False."
             )
         bucket.work = self.all_reduce.begin(bucket.flat, len(params))
         return bucket
@@ -287,9 +288,9 @@ class Reduction:
             lost = [p for p in bucket.params if p.grad is None and id(p) in arrived]
         if lost:
             raise RuntimeError(
-                f"DistributedDataParallel: another hook has taken the gradient of "
-                f"{self._name(lost[0])} before it was reduced (an optimizer that steps in the "
-                "backward pass?). Take gradients after the backward pass."
+                "DistributedDataParallel: another hook removed the gradient of "
+                f"{self._name(lost[0])} before the reduction (an optimizer that steps in the "
+                "backward pass?). Use gradients after the backward pass."
             )
 
     def _find_sums(self) -> set[int]:

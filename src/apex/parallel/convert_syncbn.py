@@ -99,7 +99,7 @@ def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
     if group_size < 0 or world % group_size:
         raise ValueError(
             f"create_syncbn_process_group({group_size}): there are {world} processes. Pass a "
-            "divisor of their number, or 0 for one group of all."
+            f"divisor of {world}, or 0 for one group of all processes."
         )
     groups: list[ProcessGroup] = [
         torch.distributed.new_group(list(range(first, first + group_size)))

@@ -149,8 +149,9 @@ class DistributedDataParallel(torch.nn.Module):
                 process_group = allreduce_communicators[0][0]
             except (IndexError, TypeError):
                 raise ValueError(
-                    f"DistributedDataParallel: allreduce_communicators is {allreduce_communicators}"
-                    "; it must be (groups, streams) with a group. Or pass process_group."
+                    "DistributedDataParallel: allreduce_communicators is "
+                    f"{allreduce_communicators}; it must be (groups, streams) with at least one "
+                    "group. Or pass process_group."
                 ) from None
         if gradient_average_split_factor is not None:
             if gradient_predivide_factor != 1.0:
@@ -280,8 +281,8 @@ class DistributedDataParallel(torch.nn.Module):
             device,
             "DistributedDataParallel: rank {rank} differs from rank 0 in names, shapes, dtypes or "
             "requires_grad of parameters and buffers, or in the arguments of "
-            "DistributedDataParallel: it has {other}, and rank 0 has {first}. Build the same on "
-            "every rank.",
+            "DistributedDataParallel: it has {other}, and rank 0 has {first}. Build the same "
+            "model, with the same arguments, on every rank.",
         )
 
     # -- copies --------------------------------------------------------------------------------

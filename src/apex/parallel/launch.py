@@ -64,8 +64,8 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
             rank, local_rank, world, local_world = (_number(variables, name) for name in names)
             if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
                 raise ValueError(
-                    f"{_shown(variables, names)}: ranks are from 0 to the number of processes less "
-                    "1, and a machine has at most all processes"
+                    f"{_shown(variables, names)}: ranks go from 0 to one less than the number of "
+                    "processes, and a machine cannot have more than all processes"
                 )
             return Environment(rank, local_rank, world, local_world, launcher)
         if any(name in variables for name in names):
@@ -99,7 +99,9 @@ def master_address(variables: Mapping[str, str] = os.environ) -> tuple[str, int]
     if "MASTER_PORT" in variables:
         port = _number(variables, "MASTER_PORT")
         if not 0 < port < 2**16:
-            raise ValueError(f"MASTER_PORT={port} is no port: set it to a number from 1 to 65535")
+            raise ValueError(
+                f"MASTER_PORT={port} is not a port; set it to a number from 1 to 65535"
+            )
     elif "SLURM_JOB_ID" in variables:
         port = 20000 + _number(variables, "SLURM_JOB_ID") % 10000
     return variables.get("MASTER_ADDR") or _first_host(variables), port
@@ -116,7 +118,8 @@ def _first_host(variables: Mapping[str, str]) -> str:
     if hosts is None:
         raise ValueError(
             f"MASTER_ADDR is not set, and the {here.world_size} processes run on several machines "
-            f"({here.local_world_size} on this one): set it to the address of the machine of rank 0"
+            f"({here.local_world_size} on this one); set it to the address of the machine with "
+            "rank 0"
         )
     match = re.match(r"(?:\[[^\]]*\]|[^,\[])+", hosts)
     if match is None:
@@ -137,8 +140,9 @@ def _slurm(variables: Mapping[str, str]) -> dict[str, _Names]:
     if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
         if _number(variables, "SLURM_PROCID") != 0:
             raise ValueError(
-                f"SLURM_PROCID={variables['SLURM_PROCID']} without SLURM_STEP_ID: a batch script "
-                "has rank 0, and srun sets both; start the processes of the job by srun"
+                f"SLURM_PROCID={variables['SLURM_PROCID']} without SLURM_STEP_ID. In a batch "
+                "script SLURM_PROCID is 0; start the processes of the job with srun, which sets "
+                "both"
             )
         return {}
     size, local = (

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     script, arguments, log_dir = options.script, options.arguments, options.log_dir
     if not Path(script).is_file():
-        parser.error(f"{script} is no file; give the path of a Python script")
+        parser.error(f"{script} is not a file; pass the path of a Python script")
     constants = _constants(script)
     declared = [style for style in _STYLES.values() if constants.issuperset(style)]
     styles = [_STYLES[options.passed]] if options.passed else declared
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if log_dir and Path(log_dir).is_file():
-        parser.error(f"--log-dir {log_dir}: is a file; give a folder")
+        parser.error(f"--log-dir {log_dir}: is a file; name a folder")
     return _start(words, names, size or torch.cuda.device_count() or 1, log_dir)
 
 
@@ -89,9 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     size = "how many processes (default: one per visible GPU, or one)"
     add("--world-size", type=_at_least_1, metavar="N", help=size)
-    passed = f"what to append to its arguments (default: what it declares): {'; '.join(_STYLES)}"
+    passed = (
+        "arguments to append to those of the script (default: those that it declares): "
+        f"{'; '.join(_STYLES)}"
+    )
     add("--pass", dest="passed", choices=_STYLES, metavar="OPTIONS", help=passed)
-    logs = "where to put the standard output of rank 1 and above (default: it is shown)"
+    logs = "folder for the standard output of rank 1 and above (default: the terminal)"
     add("--log-dir", metavar="FOLDER", help=logs)
     add("script", help="path of a Python program")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -155,7 +158,9 @@ def _start(words: Sequence[str], names: Sequence[str], processes: int, log_dir: 
         number, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        _say(f"rank {number} ended {how}" + ", so the others were ended" * (processes > 1))
+        _say(
+            f"rank {number} ended {how}" + ", so multiproc ended the other ranks" * (processes > 1)
+        )
         return 128 - code if code < 0 else code
     except SignalException as error:
         return 128 + error.sigval
@@ -177,8 +182,8 @@ def _run_here(words: Sequence[str], names: Sequence[str], here: Environment) -> 
 
 
 def _say_what_starts(count: int, launcher: str, script: str, names: Sequence[str]) -> None:
-    passed = " ".join(names) or "its own arguments alone"
-    _say(f"{count} process{'es' * (count > 1)} by {launcher} of {script}, with {passed}")
+    passed = " ".join(names) or "only its own arguments"
+    _say(f"{launcher} runs {count} process{'es' * (count > 1)} of {script} with {passed}")
 
 
 def _say(line: str) -> None:

@@ -87,7 +87,7 @@ class SyncBatchNorm(private.BatchNorm):
         if isinstance(given, int) and given > 0:  # -100: this rank is in none
             raise TypeError(
                 f"SyncBatchNorm: process_group is {process_group}; it must be a process group or "
-                "None. create_syncbn_process_group(group_size) makes groups of so many ranks."
+                "None. create_syncbn_process_group(group_size) makes groups of that many ranks."
             )
         self.process_group = process_group
         self.channel_last = channel_last
@@ -153,7 +153,7 @@ class SyncBatchNorm(private.BatchNorm):
             )
         if z is not None and z.shape != input.shape:
             raise ArgumentError(
-                f"SyncBatchNorm: z has shape {list(z.shape)}. Pass that of the input, "
+                f"SyncBatchNorm: z has shape {list(z.shape)}. Pass a z of the shape of the input, "
                 f"{list(input.shape)}."
             )
         tensors = (self.weight, self.bias, self.running_mean, self.running_var)
@@ -163,8 +163,8 @@ class SyncBatchNorm(private.BatchNorm):
             found = " and ".join(sorted(map(str, own))) or "none"
             raise ArgumentError(
                 f"SyncBatchNorm: the input is {input.dtype}, and weights and buffers are {found}. "
-                "Allowed are a floating input, and weights and buffers of its dtype, or all "
-                "float32 beside a 16-bit input. Cast one of them."
+                "Pass a floating input with weights and buffers of the same dtype, or a 16-bit "
+                "input with float32 weights and buffers. Cast one of them."
             )
 
     def _group_to_wait_for(self) -> ProcessGroup | None:
@@ -176,7 +176,7 @@ class SyncBatchNorm(private.BatchNorm):
         if size < 1:
             raise ValueError(
                 f"SyncBatchNorm: rank {torch.distributed.get_rank()} is not in process_group. Pass "
-                "a group that it is in, such as create_syncbn_process_group(group_size) returns."
+                "a group that contains it; create_syncbn_process_group(group_size) returns one."
             )
         return group if size > 1 else None
 

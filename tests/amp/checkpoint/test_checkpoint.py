@@ -135,7 +135,7 @@ def step(model, optimizer):
 
 
 STATE = {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}
-SEVERAL = "several trainings are alive, with different loss scales, and this is about the newest"
+SEVERAL = "several trainings exist, with different loss scales, and this call used only the newest"
 
 
 def test_without_optimizers_it_is_the_newest_with_a_warning_where_scales_differ():
@@ -229,7 +229,9 @@ def test_loading_for_the_next_fold_leaves_the_one_before_alone():
     first = started("O1", nn.Linear(2, 2), init_scale=32.0)
     step(*first)
     second = started("O1", nn.Linear(2, 2), init_scale=64.0)
-    with pytest.warns(UserWarning, match="a training that had a scale_loss keeps its loss scale"):
+    with pytest.warns(
+        UserWarning, match="apex loads the state into each training that has not entered scale_loss"
+    ):
         amp.load_state_dict(STATE)
     assert scales_of(first, second) == [32.0, 2.0]
 
@@ -311,7 +313,9 @@ def test_the_scale_goes_from_amp_to_a_grad_scaler_and_back_as_their_errors_say()
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (2.0, 1)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
     saved = scaler.state_dict()
-    with pytest.raises(RuntimeError, match="Unexpected key.*It is the state of a GradScaler") as e:
+    with pytest.raises(
+        RuntimeError, match="Unexpected key.*This is the state of a GradScaler"
+    ) as e:
         amp.load_state_dict(saved)
     amp.load_state_dict(eval(re.search(r"pass (\{.*\})\.", str(e.value))[1]))
     assert amp.state_dict(optimizers=optimizer) == STATE

@@ -176,7 +176,7 @@ class Sequence:
         if self.blocks:
             block, _, _, delay, this = self.blocks.pop()
             with warnings.catch_warnings():  # of a bare backward in the block
-                warnings.filterwarnings("ignore", ".*not of the scaled loss", UserWarning)
+                warnings.filterwarnings("ignore", ".*not from the scaled loss", UserWarning)
                 block.__exit__(None, None, None)
             ledger = self.optimizers[this.who[0]]._amp_stash.ledger
             waits = delay or (ledger.state is State.FOR_STEP and not self.hand.masters)

@@ -249,7 +249,7 @@ dynamic = pytest.mark.parametrize("case", DYNAMIC, ids=str)
 kinds = pytest.mark.parametrize("kind", OWNED)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:amp. gradients of 16-bit"),
-    pytest.mark.filterwarnings("ignore:amp. gradients of float16 operations are stepped"),
+    pytest.mark.filterwarnings("ignore:amp. the optimizer steps with gradients of float16"),
     pytest.mark.filterwarnings("ignore:amp. amp.master_params was called inside"),
 ]
 

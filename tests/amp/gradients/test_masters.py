@@ -32,7 +32,7 @@ def test_an_edit_of_the_copy_on_the_weight_has_no_effect_and_warns(level, change
         weight.grad = weight.grad * (1.0 if change == "replace" else 0.5)
     else:
         (weight.grad if change == "in place" else weight.grad.data).mul_(0.5)
-    warns = pytest.warns(UserWarning, match="That has no effect")
+    warns = pytest.warns(UserWarning, match="This has no effect")
     # what is written through data leaves no trace
     with contextlib.nullcontext() if change == "through data" else warns:
         optimizer.step()
@@ -52,7 +52,7 @@ def test_the_warning_of_an_edit_names_the_line_of_the_program(reader):
     model, optimizer = row("O2", loss_scale=8.0)
     block(model, optimizer)
     model.weight.grad = model.weight.grad * 0.5
-    with pytest.warns(UserWarning, match="That has no effect") as caught:
+    with pytest.warns(UserWarning, match="This has no effect") as caught:
         READERS[reader](model, optimizer)
     program = scaled_backward.__code__.co_filename if reader == "block" else __file__
     assert [warning.filename for warning in caught] == [program]
@@ -65,7 +65,7 @@ def test_an_edited_copy_is_not_accumulated_by_a_pass_without_a_forward(level):
     with amp.scale_loss(out, optimizer) as scaled:
         scaled.backward(retain_graph=True)
     model.weight.grad = model.weight.grad * 3.0
-    with pytest.warns(UserWarning, match="That has no effect"):
+    with pytest.warns(UserWarning, match="This has no effect"):
         scaled_backward(out, optimizer)
     optimizer.step()
     assert value(model) == [-2.0, -2.0]

@@ -196,7 +196,7 @@ def test_a_flat_parameter_that_is_the_models_too_is_refused(level):
     flat = flattened(model)
     model.register_parameter("flat", flat)
     optimizer = start(level, model, [flat])
-    with pytest.raises(RuntimeError, match=r"shape \(10,\).*Are the gradients of other weights"):
+    with pytest.raises(RuntimeError, match=r"shape \(10,\).*shared with other weights"):
         backward(model, optimizer)
     optimizer.zero_grad()
     optimizer.step()

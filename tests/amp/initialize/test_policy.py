@@ -229,7 +229,7 @@ FILES = {
     "another version": ('{"apex_precision_policy": 2}', "=2; this apex reads 1"),
     "no formats": ('{"apex_precision_policy": 1}', "has no 'formats'"),
     "another format": ('{"apex_precision_policy": 1, "formats": {"e4m3": {"modules": {}}}}',
-                       "nothing about float16, in which O1 computes; it has e4m3"),
+                       "no entries for float16, in which O1 computes; it has e4m3"),
 }  # fmt: skip
 
 
@@ -242,14 +242,14 @@ def test_files_that_are_no_policy(text, match, tmp_path):
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_levels_without_policies(level):
-    with pytest.raises(RuntimeError, match="Allowed are O1, O2, O4 and O5"):
+    with pytest.raises(RuntimeError, match="Use O1, O2, O4 or O5"):
         made(level, Net(), policy(torch.float16, b="float32"))
 
 
 def test_one_module_under_two_names_cannot_be_two_things():
     model = Net()
     model.again = model.a
-    with pytest.raises(ValueError, match="different things of 'a' and 'again'"):
+    with pytest.raises(ValueError, match="different entries for 'a' and 'again'"):
         made("O1", model, policy(torch.float16, a="float32"))
 
 
@@ -297,7 +297,7 @@ def test_what_is_passed_over_is_said(caplog):
     given["formats"]["e4m3"] = {"modules": {}}
     with caplog.at_level("INFO", "apex.amp"):
         made("O1", Net(), given, verbosity=1)
-    assert "b=float32 (passed over, since the level computes in float16: e4m3)" in caplog.text
+    assert "b=float32 (unused, because the level computes in float16: e4m3)" in caplog.text
 
 
 def test_a_scripted_module_is_refused_before_anything_is_changed():
@@ -305,7 +305,9 @@ def test_a_scripted_module_is_refused_before_anything_is_changed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit.script is deprecated
         model.b = torch.jit.script(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match="names 'b', a TorchScript module, which takes no hooks"):
+    with pytest.raises(
+        ValueError, match="names 'b', a TorchScript module, on which amp cannot set hooks"
+    ):
         made("O2", model, policy(torch.float16, b="float32"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 

@@ -71,14 +71,14 @@ REFUSED_OBJECTS = [
     ([], [Slotted()], TypeError, NO_OPTIMIZER),
     ([], [sgd({"lr": 0.1})], TypeError, "was or held a NoneType"),
     ([], [sgd({"params": ["weight"]})], TypeError, "was or held a str"),
-    ([], [sgd({"params": [inference_weight()]})], RuntimeError, "made in torch.inference_mode"),
+    ([], [sgd({"params": [inference_weight()]})], RuntimeError, "created in torch.inference_mode"),
     ([], [sgd({"params": [WEIGHT]}, {"params": (WEIGHT,)})], ValueError, "Pass each weight once"),
     ([], [TWICE, TWICE], ValueError, "passed twice"),
     (
         [],
         [type("FP16_Optimizer", (), {})()],
         RuntimeError,
-        "Pass the optimizer that it was made of",
+        "Pass the optimizer that it wraps",
     ),
     ([3], [], TypeError, NO_MODEL),
     ([nn.Linear(2, 2).double()], [], RuntimeError, "of torch.float64"),
@@ -252,7 +252,7 @@ def test_a_weight_is_added_once(level):
 def test_a_weight_beside_its_master_is_refused():
     model, optimizer = started("O2", nn.Linear(2, 2))
     optimizer.param_groups[0]["params"].append(model.weight)
-    with pytest.raises(ValueError, match="itself or its float32 master"):
+    with pytest.raises(ValueError, match="or its float32 master"):
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
 
 

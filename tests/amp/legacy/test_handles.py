@@ -468,6 +468,6 @@ def test_errors():
     with pytest.raises(RuntimeError, match="initialize: an OptimWrapper scales losses itself"):
         amp.initialize(model, wrapped, verbosity=0)
     before = model.weight.clone()
-    with pytest.raises(NotImplementedError, match="no closure"):
+    with pytest.raises(NotImplementedError, match="not accept a closure"):
         wrapped.step(lambda: 0.0)
     assert torch.equal(before, model.weight)

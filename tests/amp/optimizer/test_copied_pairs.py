@@ -35,7 +35,7 @@ def test_a_copied_pair(level, make_copy):
         started(level, network(), functools.partial(sgd, lr=0.5), loss_scale=8.0)
     )
     if level == "O2":
-        with pytest.raises(ValueError, match="of another copy, or masters that were copied"):
+        with pytest.raises(ValueError, match="to another copy, or are copied masters"):
             initialize(model, optimizer, level)
         before, optimizer = optimizer, sgd(model.parameters())
         optimizer.load_state_dict(before.state_dict())

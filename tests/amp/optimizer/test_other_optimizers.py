@@ -274,7 +274,7 @@ def test_a_step_of_the_optimizer_inside_of_a_wrapper_reaches_the_model(level):
     outer.inner.step()
     assert value(model) == [-1.0, -1.0]
     block(model, outer)
-    with pytest.raises(RuntimeError, match=r"step\(closure\) of the SGD inside of a Wrapper"):
+    with pytest.raises(RuntimeError, match=r"step\(closure\) of the SGD inside a Wrapper"):
         outer.inner.step(lambda: None)
     outer.step()
     assert value(model) == [-2.0, -2.0]

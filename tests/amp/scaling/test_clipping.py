@@ -179,7 +179,7 @@ def test_reading_scaled_gradients_warns_once(level, count):
 @pytest.mark.parametrize("clip", [amp.clip_grad_norm_, amp.clip_grad_value_])
 def test_clipping_takes_the_optimizer(clip):
     parameters = torch.nn.Linear(2, 2).parameters()
-    with pytest.raises(TypeError, match="they were given generator. Pass the optimizer"):
+    with pytest.raises(TypeError, match="got generator. Pass the optimizer"):
         clip(parameters, 1.0)
 
 

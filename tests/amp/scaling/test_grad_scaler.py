@@ -116,7 +116,7 @@ def test_the_ranks_of_a_group_decide_together(four):
 @pytest.mark.dist
 def test_copies_keep_the_group_and_the_default_one_is_pickled(four):
     for said, pickled in run(four, programs.copies_of_groups):
-        assert "process_group was not the default one" in said
+        assert "process_group other than the default" in said
         with pytest.raises(RuntimeError, match="init_process_group.. before unpickling it"):
             pickle.loads(pickled)
 
@@ -147,7 +147,7 @@ def test_two_worlds_are_refused(four):
             "apex.amp.GradScaler: parameters of an optimizer",
             "apex.amp.GradScaler: parameters of the optimizers of a scaler",
         ]
-        assert "pass process_group=" in said[0]
+        assert "pass a process_group=" in said[0]
 
 
 @pytest.mark.dist
@@ -416,9 +416,7 @@ def test_a_step_of_its_own_that_ignores_the_scale():
     optimizer, scaler = Own([leaf(2, dtype=torch.float16)], lr=0.1), OURS("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     scaled(optimizer)
-    with pytest.raises(
-        RuntimeError, match="step\\(\\) of Own did not call that of apex.optimizers"
-    ):
+    with pytest.raises(RuntimeError, match="Own.step\\(\\) did not call the step\\(\\) of apex"):
         scaler.step(optimizer)
 
 
@@ -474,7 +472,7 @@ def test_an_optimizer_that_unscales_itself():
     for factor in (1.0, float("inf")):
         before = param.detach().clone()
         scaler.scale((param * factor).sum()).backward()
-        with pytest.raises(TypeError, match="was given Unscales.*itself call scaler.unscale_"):
+        with pytest.raises(TypeError, match="was given Unscales.*itself, call scaler.unscale_"):
             scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
@@ -532,7 +530,7 @@ def test_outcomes_of_amp(deferred, request):
         request.getfixturevalue("runs_behind")
     model = nn.Linear(3, 2)
     optimizer = ADAM(model.parameters())
-    with pytest.raises(RuntimeError, match="did not go through amp.initialize"):
+    with pytest.raises(RuntimeError, match="Pass an optimizer of amp.initialize"):
         amp.outcome(optimizer)
     amp.initialize(model, optimizer, opt_level="O2", init_scale=8.0, num_losses=2, verbosity=0)
     seen = [amp.outcome(optimizer)]

@@ -151,7 +151,7 @@ def test_other_optimizers_meet_torchs_scaler():
 @NEEDS_2_13
 def test_an_optimizer_of_torch_is_refused_with_the_line_to_write():
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-    said = r"AdamW cannot step .*amp.float16_weights\(apex.optimizers.FusedAdam\("
+    said = r"AdamW cannot update .*amp.float16_weights\(apex.optimizers.FusedAdam\("
     with pytest.raises(TypeError, match=said):
         amp.float16_weights(torch.optim.AdamW([weight]))
 

@@ -130,7 +130,7 @@ def test_a_backward_of_another_loss_warns():
     model, optimizer = row("O1", **DYNAMIC)
     loss = model(torch.ones(1, 2)).sum()
     with (
-        pytest.warns(UserWarning, match=r"not of the scaled loss.*scaled_loss.backward"),
+        pytest.warns(UserWarning, match=r"not from the scaled loss.*scaled_loss.backward"),
         amp.scale_loss(loss, optimizer),
     ):
         loss.backward()
@@ -150,7 +150,7 @@ def test_an_optimizer_that_is_left_out_of_the_block_does_not_step(level):
     for use in (optimizers[1].step, lambda: amp.clip_grad_norm_(optimizers[1], 1.0)):
         scaled_backward(second(first(x)).float().sum(), optimizers[0])
         optimizers[0].step()
-        with pytest.raises(RuntimeError, match=r"not given this optimizer.*\[first, second\]"):
+        with pytest.raises(RuntimeError, match=r"without this optimizer.*\[first, second\]"):
             use()
         assert torch.equal(second.weight, before)
         optimizers[1].zero_grad()

@@ -167,7 +167,7 @@ MISTAKES = {
     "a schedule that is not prepared": changed(
         LOOP,
         "scheduler-counts-skipped",
-        "steps had been skipped: the learning rate was",
+        "steps had been skipped, so the learning rate was",
         "schedule.step()",
         ("2.0**10", "2.0**32"),
         ("loader, schedule = accelerator", "loader, _ = accelerator"),
@@ -176,7 +176,7 @@ MISTAKES = {
     "a checkpoint without the scaler": changed(
         LOOP,
         "scaler-not-saved",
-        "the scale is 8192 now; a run that resumes starts at 1024: 3 doublings are lost",
+        "the scale is 8192 now; a resumed run starts at 1024, so 3 doublings are lost",
         'torch.save([opt.state_dict(), schedule.state_dict()], "state.pt")',
         (
             'accelerator.save_state("state")',

@@ -158,14 +158,14 @@ MISTAKES = {
     "an average in bfloat16": changed(
         LOOP,
         "sum-in-16-bits",
-        "of its elements did not move at an update that is not 0, in",
+        "of its elements did not move although the update was not 0, in",
         "slow.lerp_(fast.detach().to(slow.dtype), 0.01)",
         (".float().clone()", ".bfloat16()"),
     ),
     "a checkpoint without the scaler": changed(
         LOOP,
         "scaler-not-saved",
-        "the scale is 8192 now; a run that resumes starts at 1024: 3 doublings are lost",
+        "the scale is 8192 now; a resumed run starts at 1024, so 3 doublings are lost",
         'fabric.save("state.ckpt", state)',
         (', "scaler": scaler}', "}"),
     ),

@@ -206,7 +206,7 @@ MISTAKES = {
     "an average in bfloat16": changed(
         LOOP,
         "sum-in-16-bits",
-        "of its elements did not move at an update that is not 0, in",
+        "of its elements did not move although the update was not 0, in",
         "slow.lerp_(fast.detach().to(slow.dtype), 0.01)",
         (".float().clone()", ".bfloat16()"),
     ),

@@ -209,7 +209,7 @@ MISTAKES = {
     "an average in bfloat16": changed(
         LOOP,
         "sum-in-16-bits",
-        "of its elements did not move at an update that is not 0, in",
+        "of its elements did not move although the update was not 0, in",
         "self.ema[name].lerp_(one.to(self.ema[name].dtype), 0.01)",
         (".float().clone()", ".bfloat16()"),
     ),

@@ -100,7 +100,7 @@ def test_a_budget_leaves_seeds_out_that_cannot_be_cut_any_further(
     report = read(tmp_path)
     assert (len(report.runs), report.left_out, report.complete) == (4, 6, True)
     shown = capsys.readouterr().out
-    assert "CUT to 60 s: no time for 6 more trainings, of the last seeds" in shown
+    assert "CUT to 60 s: no time for 6 more trainings (the last seeds)" in shown
     assert shown.startswith("No answer: the time budget left no time for more than 2 of the seeds")
 
 

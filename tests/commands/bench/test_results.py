@@ -75,7 +75,7 @@ BAD = {
     ),
     "of no machine": (
         '{"format": "apex bench 4", "environment": {}, "plan": [], "runs": []}',
-        "no machine is named",
+        "it names no machine",
     ),
 }
 

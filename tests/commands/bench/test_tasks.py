@@ -164,7 +164,7 @@ def test_batches_are_whole_in_an_order_of_the_seed():
     assert first == again != other
     assert [len(batch) for batch in first] == [4, 4]
     assert len({row for batch in first for row in batch}) == 8
-    with pytest.raises(UsageError, match="--batch 11: there are 10 samples"):
+    with pytest.raises(UsageError, match="--batch 11: the task has 10 training samples"):
         Batches((rows,), 11, 0)
 
 
@@ -295,7 +295,7 @@ def test_cifar_with_other_files_is_one_line(cifar):
         with pytest.raises(UsageError, match=match):
             load("cifar10-vgg16", TaskOptions(CPU, **options))
 
-    refuse("needs --data; take the folder with the files of https")
+    refuse("needs --data; pass the folder with the unpacked files of https")
     refuse(r"there is no test_batch\.bin", data=cifar.parent / "nothing")
     (cifar / "data_batch_2.bin").write_bytes(b"short")
     refuse(r"data_batch_2\.bin: 5 bytes; CIFAR-10's files have 9219", data=cifar)

@@ -145,7 +145,7 @@ def test_fewer_than_three_seeds_have_no_interval():
     found = _one(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5)))
     assert found.speed is None
     assert "about" in sentences(found)[0]
-    assert "(2 seeds; 3 are needed for an interval)" in sentences(found)[0]
+    assert "(2 seeds; an interval needs 3)" in sentences(found)[0]
 
 
 def test_uneven_steps_have_no_verdict_on_speed_in_any_sentence():
@@ -207,9 +207,7 @@ def test_first_steps_alone_have_no_interval():
     of = of_runs(*level("O0"), *level("O4", FAST, others={"blocks": (0,)}))
     (found,) = verdicts(of)
     assert found.speed is None
-    assert sentences(found)[0].endswith(
-        "(3 seeds, their first steps alone: too few for an interval)."
-    )
+    assert sentences(found)[0].endswith("(3 seeds, first steps only, too few for an interval).")
     assert answers(of, [found]) == ["No answer: the trainings have 60 steps, too few to compare."]
 
 
@@ -360,9 +358,9 @@ def test_the_same_arithmetic_is_said_instead_of_an_accuracy():
     of = made.report()
     found = {(v.row.label, v.other.label): v for v in verdicts(of)}
     assert found["O2", "O0"].same_as == "O1"
-    assert "Its losses equal O1's to the last bit: see there." in sentences(found["O2", "O0"])
+    assert "Its losses equal O1's to the last bit; see O1." in sentences(found["O2", "O0"])
     assert found["O4", "native-bf16"].same
-    assert "the same arithmetic" in sentence(found["O4", "native-bf16"])
+    assert "its arithmetic is the same" in sentence(found["O4", "native-bf16"])
     assert not any("points" in s for s in sentences(found["O2", "O0"]))
     (said,) = [note for note in notes(of, list(found.values())) if "O1 and O2" in note]
     assert said.startswith("O1 and O2 have the same losses to the last bit")
@@ -372,7 +370,7 @@ def test_how_far_the_size_of_the_test_set_moves_an_accuracy_is_said_once():
     of = of_runs(*level("O0", accuracy=RIGHT), *level("O4", accuracy=RIGHT))
     (said,) = [note for note in notes(of, verdicts(of)) if "test samples" in note]
     points = 196 * math.sqrt(0.982 * 0.018 / 600)
-    assert f"another test set of that size would move an accuracy of 98.2 % by up to {points:.1f}" \
+    assert f"Another test set of that size would move an accuracy of 98.2 % by up to {points:.1f}" \
         in said  # fmt: skip
 
 
@@ -462,7 +460,7 @@ def test_a_diverged_level_has_no_speed():
     assert sentences(found)[0] == "O3: its speed is not compared with O0's."
     assert "diverged (3 of 3)" in sentence(found)
     assert answers(of, [found]) == [
-        "Stay with float32 here: no level is faster. O3 did not train to the end at each seed."
+        "Stay with float32 here: no level is faster. O3 did not train to the end with every seed."
     ]
 
 
@@ -490,7 +488,7 @@ def test_levels_that_ran_apart_are_named():
         *level("O5", FAST),
     )
     found = verdicts(of)
-    assert any(note.startswith("O4: trained again") for note in notes(of, found))
+    assert any(note.startswith("O4: apex trained these again") for note in notes(of, found))
 
 
 # --- the answer ----------------------------------------------------------------------------------
@@ -755,9 +753,9 @@ def test_no_answer_for_the_seeds_says_what_left_them_out():
     of = of_runs(*two, left_out=2, budget_s=9.0)
     said = "No answer: the time budget left no time for more than 2 of the seeds."
     assert answers(of, verdicts(of)) == [said]
-    said = "CUT to 9 s: no time for 2 more trainings, of the last seeds"
+    said = "CUT to 9 s: no time for 2 more trainings (the last seeds)"
     assert marks(of) == [said]
-    why = "; that took 12 s, as the first steps of all levels do not fit into the budget"
+    why = "; this took 12 s, because the first steps of all levels do not fit into the budget"
     assert marks(dataclasses.replace(of, seconds=12.0)) == [said + why]
     single = {"step_ms": (1.0,) * 6, "losses": (1.0,) * 6, "blocks": (0, 5)}  # one in round 2
     runs = [without(level(name)[0], **single) for name in ("O0", "O4")]
@@ -766,7 +764,7 @@ def test_no_answer_for_the_seeds_says_what_left_them_out():
     cells = [cell(name, seed=seed) for seed in range(3) for name in ("O0", "O4")]
     of = made.report(cells, two)
     assert answers(of, verdicts(of)) == [
-        "No answer: interrupted after 2 of 3 seeds, and 3 are needed to compare."
+        "No answer: the run was interrupted after 2 of 3 seeds, and a comparison needs 3."
     ]
 
 
@@ -843,7 +841,7 @@ def test_times_that_do_not_give_the_speed_are_explained():
     """O0's third seed ran on a slower machine, as O4's did: the speeds agree, the medians not."""
     apart = [note for note in _notes((1.0, 1.0, 9.0), (0.5, 5.0, 5.0)) if "do not agree" in note]
     (said,) = apart
-    assert "O4 against O0 (batch size 128): 0.20 by the times, 0.90 the speed" in said
+    assert "O4 against O0 (batch size 128): 0.20 by the times, 0.90 by the speed" in said
     few = _notes((1.0, 1.0, 9.0), (0.5, 5.0, 5.0), enough=False)  # too few steps to trust a speed
     assert not any("trust" in note for note in few)
     assert not any("do not agree" in note for note in _notes((1.0, 1.1, 0.9), (0.5, 0.55, 0.45)))
@@ -862,7 +860,7 @@ def test_two_seeds_or_o0_alone_have_no_answer():
     assert answered(*level("O0", (1.0, 1.0)), *level("O4", (0.5, 0.5))) == [
         "No answer: 2 seeds are too few to compare (`--seeds 3`)."
     ]
-    assert answered(*level("O0")) == ["No answer: O0 and another level are needed."]
+    assert answered(*level("O0")) == ["No answer: apex needs results of O0 and of another level."]
 
 
 def test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged():
@@ -871,7 +869,7 @@ def test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged():
     of = of_runs(*(without(one, accuracy=(), test_loss=()) for one in (*base, *five)))
     (found,) = verdicts(of)
     assert found.loss is None
-    assert answers(of, [found])[0].endswith("O3 did not train to the end at each seed.")
+    assert answers(of, [found])[0].endswith("O3 did not train to the end with every seed.")
 
 
 @pytest.mark.parametrize(
@@ -879,7 +877,9 @@ def test_a_level_that_diverged_at_one_seed_is_not_taken_nor_its_loss_judged():
 )
 def test_beside_an_o0_that_did_not_train_there_is_no_answer(status, losses):
     base = level("O0", accuracy=(10.0,) * 3, others={"status": status, "losses": losses})
-    assert answered(*base, *level("O4", FAST, RIGHT)) == [f"No answer: O0: {status} (3 of 3)."]
+    assert answered(*base, *level("O4", FAST, RIGHT)) == [
+        f"No answer, because O0 did not finish: {status} (3 of 3)."
+    ]
 
 
 def test_each_task_and_batch_size_has_an_answer():

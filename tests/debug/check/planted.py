@@ -160,7 +160,7 @@ for p in net.parameters():
     p.grad = p.grad.clamp(-0.05, 0.05) #!
 """),
     unscaled("for p in"),
-    "step 1: {0} of 256 elements of a gradient were clipped that is 256 times its size",
+    "step 1: clipped {0} of 256 elements of a gradient that is multiplied by 256",
 )
 PLANTED["clip_in_a_hook"] = Planted(
     "clip-before-unscale",
@@ -171,7 +171,7 @@ for p in net.parameters():
 """
     ),
     {"-0.1, 0.1": "-0.1 * scaler.get_scale(), 0.1 * scaler.get_scale()"},
-    "elements of a gradient were clipped that is 256 times its size",
+    "elements of a gradient that is multiplied by 256",
 )
 PLANTED["step_without_scale"] = Planted(
     "step-without-scale",
@@ -194,7 +194,7 @@ PLANTED["sum_of_scaled_and_unscaled"] = Planted(
     scaled(backward="penalty = 0.01 * sum(p.square().sum() for p in net.parameters())\n"
            "(scaler.scale(loss) + penalty).backward() #!"),
     {"scaler.scale(loss) + penalty": "scaler.scale(loss + penalty)"},
-    "a part of the loss is multiplied by 256 and another one is not",
+    "one part of the loss is multiplied by 256, and another part is not",
 )  # fmt: skip
 PLANTED["scaled_step"] = Planted(
     "scaled-step",
@@ -215,7 +215,7 @@ PLANTED["unscale_amid_accumulation"] = Planted(
         backward=TWICE,
     ),
     {"scaler.unscale_(opt)\n    ": ""},
-    "what came after unscale_() has 256 times the weight of what came before, in 4 of 4 parameters",
+    "gradients added after unscale_() count 256 times as much as those before, in 4 of 4",
 )
 PLANTED["update_for_each_optimizer"] = Planted(
     "update-before-step",
@@ -277,7 +277,7 @@ PLANTED["amp_clips_the_model"] = Planted(
         "    #T true.append(norm(amp.master_params(opt)))\n",
     ),
     {"nn.utils.clip_grad_norm_(net.parameters(), 0.01)": "amp.clip_grad_norm_(opt, 0.01)"},
-    "the masters' gradients have the norm {0:.4g} after it, and the limit is 0.01",
+    "the norm of the masters' gradients is {0:.4g} after it, and the limit is 0.01",
 )
 
 # --- steps and weights ---------------------------------------------------------------------------
@@ -388,7 +388,7 @@ for step in range(20):
     #T true += [stood(before, after, [p.grad for p in net.parameters()])]
 """,
     {"dtype=torch.bfloat16": "dtype=torch.float32"},
-    "step 4: {3:.3g} % of the elements of 'scale', in bfloat16, with a gradient did not move",
+    "step 4: {3:.3g} % of the bfloat16 elements of 'scale' with a gradient did not move",
 )
 
 # --- schedules and checkpoints -------------------------------------------------------------------
@@ -449,7 +449,7 @@ PLANTED["schedule_counts_skipped_steps"] = Planted(
     "scheduler-counts-skipped",
     scheduled(SCHEDULE + " #!"),
     {SCHEDULE: UNSKIPPED},
-    "1 of 2 steps had been skipped: the learning rate was 0.0005 instead of 0.001",
+    "1 of 2 steps had been skipped, so the learning rate was 0.0005 instead of 0.001",
 )
 PLANTED["schedule_first"] = Planted(
     "scheduler-before-optimizer",
@@ -471,21 +471,21 @@ PLANTED["scaler_not_saved"] = Planted(
     "scaler-not-saved",
     scheduled(save=without("scaler", SAVE) + " #!\n#T true = [scaler.get_scale()]"),
     {without("scaler", SAVE): SAVE},
-    "the scale is {0:g} now; a run that resumes starts at 4.1943e+06",
+    "the scale is {0:g} now; a resumed run starts at 4.1943e+06",
 )
 PLANTED["schedule_not_saved"] = Planted(
     "scheduler-not-saved",
     scheduled(save=without("schedule", SAVE) + " #!\n"
               '#T true = [opt.param_groups[0]["lr"], schedule.last_epoch]'),
     {without("schedule", SAVE): SAVE},
-    "the learning rate is {0:.4g}; a run that resumes begins the schedule at 0.001",
+    "the learning rate is {0:.4g}; a resumed run begins the schedule at 0.001",
 )  # fmt: skip
 PLANTED["pickled_without_scaler"] = Planted(
     "scaler-not-saved",
     scheduled(save=without("scaler", SAVE).replace("torch.save(", "import pickle; pickle.dump(")
               + " #!"),
     {"[opt.state_dict(), ": "[opt.state_dict(), scaler.state_dict(), "},
-    "a run that resumes starts at 4.1943e+06",
+    "a resumed run starts at 4.1943e+06",
 )  # fmt: skip
 PLANTED["scaler_not_loaded"] = Planted(
     "scaler-not-loaded",
@@ -582,7 +582,7 @@ for step in range(6):
     opt.step()
 """,
     {"1e-4 * F": "F"},
-    "step 1: {0:.3g} % of the gradients' elements were 0 that are not at a scale of 1024",
+    "step 1: {0:.3g} % of the gradients' elements were 0 and would not be at a scale of 1024",
 )
 
 # --- losses --------------------------------------------------------------------------------------
@@ -614,7 +614,10 @@ for step in range({steps}):
 """
 
 
-OFF = "off by {0:.3g} % (norm of the difference) from that in float32; loss {1:.5g} for {2:.5g}"
+OFF = (
+    "differs by {0:.3g} % from float32 (norm of the difference); "
+    "the loss is {1:.5g} instead of {2:.5g}"
+)
 PLANTED["log_of_softmax"] = Planted(
     "loss-in-16-bits",
     bfloat16("""
@@ -646,7 +649,7 @@ for average, p in zip(mean, net.parameters()):
     average.lerp_(p.detach().to(average.dtype), 0.001) #!
 """),
     WIDE,
-    "of its elements did not move at an update that is not 0, in 7 steps",
+    "of its elements did not move although the update was not 0, in 7 steps",
 )  # fmt: skip
 PLANTED["average_anew"] = Planted(
     "sum-in-16-bits",
@@ -658,14 +661,14 @@ for name, one in net.state_dict().items():
 """,
     ),
     {"one.bfloat16()": "one.clone()"},
-    "of its elements did not move at an update that is not 0",
+    "of its elements did not move although the update was not 0",
 )
 PLANTED["average_foreach"] = Planted(
     "sum-in-16-bits",
     averaged(EMA, "torch._foreach_lerp_(mean, [p.detach().to(mean[0].dtype) for p in "
              "net.parameters()], 0.001) #!"),
     WIDE,
-    "of its elements did not move at an update that is not 0",
+    "of its elements did not move although the update was not 0",
 )  # fmt: skip
 PLANTED["average_of_torch"] = Planted(
     "sum-in-16-bits",
@@ -677,13 +680,13 @@ mean = AveragedModel(copy.deepcopy(net).bfloat16(), multi_avg_fn=get_ema_multi_a
         "mean.update_parameters(copy.deepcopy(net).to(next(mean.parameters()).dtype)) #!",
     ),
     {".bfloat16()": ""},
-    "of its elements did not move at an update that is not 0",
+    "of its elements did not move although the update was not 0",
 )
 PLANTED["counter"] = Planted(
     "sum-in-16-bits",
     averaged("seen = torch.tensor(0.0, dtype=torch.float16)", "seen += 128 #!", 20),
     {"dtype=torch.float16": "dtype=torch.float32"},
-    "it grows by 128, and from about 2.621e+05 on it stands still",
+    "it grows by 128 at each update and stops at about 2.621e+05",
 )
 PLANTED["statistics"] = Planted(
     "batchnorm-in-16-bits",

@@ -152,7 +152,7 @@ def test_a_rule_that_raises_is_dropped_and_named(check, monkeypatch):
     assert found["failed_rules"] == ["Scaled: ZeroDivisionError: a defect"]
     assert [one["kind"] for one in found["found"]] == ["clip-before-unscale"]
     assert check.out == output
-    assert "a rule of apex failed, please report it: Scaled: ZeroDivision" in check.err
+    assert "apex failed in one of its checks, please report it: Scaled: ZeroDivision" in check.err
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_findings_are_there_after_an_error():
 @pytest.mark.parametrize(
     ("words", "options", "error", "message"),
     [
-        ((), {"steps": 0}, ValueError, "steps was 0, below 1"),
+        ((), {"steps": 0}, ValueError, "steps was 0; it must be 1 or more"),
         ((), {"ignore": ["sums"]}, ValueError, "there is no kind 'sums'"),
         ((nn.Linear(1, 1),), {}, TypeError, "pass the optimizer that was made before the block"),
     ],

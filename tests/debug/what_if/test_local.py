@@ -319,7 +319,11 @@ def test_products_under_torch_func_are_counted(of, is_part):
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
     result = what_if(model, of, batches(), formats=["bfloat16"])
     assert result.others == {"linear under torch.func": 16}
-    expected = "bfloat16 is safe where products were seen." if is_part else "Nothing was measured"
+    expected = (
+        "bfloat16 is safe for the products that were measured."
+        if is_part
+        else "Nothing was measured"
+    )
     assert result.answer.startswith(expected)
 
 
@@ -469,7 +473,7 @@ REFUSED = {
     "no loss": ((network(), 3, batches()), {}, TypeError, "loss was int"),
     "no batches": ((network(), loss, 3), {}, TypeError, "batches was int"),
     "no formats": ((network(), loss, []), {"formats": None}, TypeError, "formats was NoneType"),
-    "limit": ((network(), loss, batches()), {"limit": -1}, ValueError, "limit was -1; allowed: 1"),
+    "limit": ((network(), loss, batches()), {"limit": -1}, ValueError, "limit was -1; allowed are"),
     "a pair": ((network(), lambda m, b: (loss(m, b), m), batches()), {}, TypeError, "a tuple;"),
     "no scalar": ((network(), lambda m, b: m(b[0]), batches()), {}, TypeError, r"\(8, 6, 4\)"),
     "no tensor": ((network(), lambda m, b: 3.0, batches()), {}, TypeError, "returned a float"),
@@ -486,11 +490,11 @@ REFUSED = {
         ValueError, "batch 1 is not finite"),
     "format": ((network(), loss, []), {"formats": ["fp8"]}, ValueError, "allowed: .'float16'"),
     "no optimizer": (
-        (network(), loss, batches()), {"optimizer": "sgd"}, TypeError, "the str cannot be made",
+        (network(), loss, batches()), {"optimizer": "sgd"}, TypeError, "the str cannot be copied",
     ),
     "optimizer": (
         (network(), loss, batches()), {"optimizer": torch.optim.SGD(network().parameters(), 0.1)},
-        TypeError, "SGD cannot be made again",
+        TypeError, "SGD cannot be copied together",
     ),
 }  # fmt: skip
 
@@ -505,7 +509,7 @@ def test_what_it_refuses(given, options, error, match):
 def test_an_optimizer_whose_single_step_fails(kind):
     model = network()
     with pytest.raises(
-        TypeError, match=f"step of a copy of the {kind.__name__}.*leave optimizer out"
+        TypeError, match=f"copy of the {kind.__name__} failed in a step.*leave optimizer out"
     ):
         what_if(model, loss, batches(2), formats=["e4m3"], optimizer=kind(model.parameters()))
 
@@ -548,12 +552,13 @@ def test_an_empty_batch_decides_nothing():
     result = what_if(model, total, [*batches(7), empty])
     assert found(result, "not decided") == dict.fromkeys(result.formats, ["0", "1"])
     assert result.answer.startswith(
-        "Not decided: 8 batches were seen, and a layer needs 8 in which"
+        "Not decided: apex measured 8 batches, and each layer needs results in at least 8"
     )
     assert found(what_if(model, total, [*batches(), empty]), "safe")["bfloat16"] == ["0", "1"]
     nothing = what_if(model, total, [empty] * 8)
     assert nothing.answer == (
-        "Nothing was measured: no layer with a product gave any numbers. Not seen: `0`, `1`."
+        "Nothing was measured, because no layer with a product returned any numbers. "
+        "Not seen: `0`, `1`."
     )
 
 
@@ -572,17 +577,20 @@ def test_a_layer_that_was_seen_in_fewer_than_8_batches_is_not_decided():
     assert found(result, "not decided") == dict.fromkeys(result.formats, ["1"])
     assert found(result, "safe")["bfloat16"] == ["0"]
     assert len(result.layers[1].batches) == 5
-    assert "bfloat16 is not decided for `1` (below 8 batches)." in result.answer
-    assert "; it is not decided for `1` (below 8 batches)." in result.answer
+    assert "bfloat16 is not decided for `1` (fewer than 8 batches)." in result.answer
+    assert "; it is not decided for `1` (fewer than 8 batches)." in result.answer
     assert "1 of 2 linear layers is safe, 1 not decided." in result.answer
 
 
 def test_a_model_without_products_is_not_called_safe():
     model = nn.Sequential(nn.LayerNorm(16))
     result = what_if(model, lambda m, b: m(b[0]).square().mean(), batches())
-    assert result.answer == "Nothing was measured: no layer with a product gave any numbers."
+    assert (
+        result.answer
+        == "Nothing was measured, because no layer with a product returned any numbers."
+    )
     assert not result.is_decided
-    with pytest.raises(ValueError, match="of 8 none is decided"):
+    with pytest.raises(ValueError, match="8 batches decided no layer"):
         result.policy()
 
 
@@ -592,7 +600,7 @@ def test_gradients_that_are_all_zero_were_not_seen():
     nn.init.zeros_(model[1].weight)
     result = what_if(model, loss, batches())
     assert result.unseen == ["0"]
-    assert result.answer.startswith("bfloat16 is safe where products were seen.")
+    assert result.answer.startswith("bfloat16 is safe for the products that were measured.")
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
@@ -662,7 +670,7 @@ def test_the_answer_says_what_was_not_seen():
     listed = [torch.randn(4, 8) for _ in range(8)]
     model = nn.Sequential(Own(lambda x, w: (x[:, :, None] * w).sum(1)), nn.Linear(8, 8))
     answer = what_if(model, lambda m, x: m(x).mean(), listed).answer
-    assert answer.startswith("bfloat16 is safe where products were seen.")
+    assert answer.startswith("bfloat16 is safe for the products that were measured.")
     assert "every layer that was seen is safe then." in answer
     assert answer.endswith(" Not seen: `0`.")
 
@@ -696,7 +704,7 @@ def test_products_that_are_not_judged_are_counted(product, name):
     result = what_if(model, lambda m, x: m(x).mean(), listed, formats=["bfloat16"])
     assert result.others == {name: 8}
     assert not result.answer.startswith("bfloat16 everywhere is safe")
-    assert result.reasons().endswith(f"Products that are not judged: {name} (8 calls).")
+    assert result.reasons().endswith(f"Products that apex did not judge: {name} (8 calls).")
 
 
 def test_weights_that_a_forward_writes_are_rounded_anew():

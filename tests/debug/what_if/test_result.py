@@ -33,7 +33,7 @@ def test_the_answer_comes_first(overflowing):
     assert " and `0.scores`, `1` and `3` in float32: in `0.scores` its scores reach 6" in first
     assert "e+07, float16 ends at 65504" in first
     assert "At O2 the whole model fails, with that policy too: the loss is nan." in first
-    assert ". What passes between modules is float16 at O2, and `" in first
+    assert ". At O2 the tensors between modules are float16, and `" in first
     assert ". Use O1, O4 or O5. e4m3: " in first
     assert "e4m3: 3 of 6 layers are safe, look at 1, 2 are not: `1` and `3`." in first
     assert "updates of AdamW at lr 0.001 would be lost" in first
@@ -63,12 +63,12 @@ def test_a_model_that_is_safe_everywhere():
     assert answer.startswith(
         "bfloat16 everywhere is safe. float16 needs a loss scale of at most 2**"
     )
-    assert "; every layer is safe then. e4m3: 6 of 6 layers are safe. If weights had" in answer
+    assert "; every layer is safe then. e4m3: 6 of 6 layers are safe. With 16-bit weights" in answer
 
 
 def test_fewer_batches_than_8_decide_nothing():
     result = what_if(network(factor=40.0), loss, batches(7))
-    text = "Not decided: 7 batches were seen, and a layer needs 8 in which it gives numbers."
+    text = "Not decided: apex measured 7 batches, and each layer needs results in at least 8."
     assert result.answer.startswith(f"{text} float16 ")
     assert {v.state for one in result.layers for v in one.verdicts.values()} == {"not decided"}
     with pytest.raises(ValueError, match="needs 8 batches in which a layer"):
@@ -83,7 +83,7 @@ def test_what_is_to_be_looked_at():
     verdict = result.layers[3].verdicts["bfloat16"]
     assert 0.99 <= verdict.cosine < 0.999
     assert verdict.state == "look"
-    assert result.answer.startswith("bfloat16 is safe, but look at `0.scores`. If weights had")
+    assert result.answer.startswith("bfloat16 is safe, but look at `0.scores`. With 16-bit weights")
     assert result.policy()["formats"]["bfloat16"]["modules"] == {}
 
 
@@ -166,7 +166,7 @@ def test_a_name_inside_of_a_name_is_left_out():
     result.layers[0].verdicts["e4m3"] = result.layers[3].verdicts["e4m3"]
     result.layers[3].keep = "0"
     assert result.policy()["formats"]["e4m3"]["modules"] == {"0": "bfloat16"}
-    assert "(a policy names `0`" not in result.answer  # said of 16-bit formats
+    assert "(a policy must name `0`" not in result.answer  # said of 16-bit formats
 
 
 class SometimesLarge(nn.Sequential):

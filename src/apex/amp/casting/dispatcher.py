@@ -186,10 +186,10 @@ def _refusing(op: Any, keys: Any, device: str) -> Callable[..., Any]:
         if tensor.dtype in HALF_TYPES and _is_refused(name):
             function = name.removesuffix("_")
             raise NotImplementedError(
-                f"amp: {name} on a {tensor.dtype} tensor, in place: {function} computes in float32 "
-                f"here, and a {tensor.dtype} tensor cannot hold the result. Write "
-                f"x = x.{function}(...), which gives float32. Or call x.{name}(...) inside "
-                "`with amp.disable_casts():` to compute in 16 bits."
+                f"amp: {name} on a {tensor.dtype} tensor, in place: at this level {function} "
+                f"computes in float32, and a {tensor.dtype} tensor cannot hold the result. Write x "
+                f"= x.{function}(...), which returns float32. Or call x.{name}(...) inside `with "
+                "amp.disable_casts():` to compute in 16 bits."
             )
         with below(keys):
             return op(tensor, *args, **kwargs)

@@ -58,14 +58,14 @@ def read(
         return [{} for _ in models]
     if properties.opt_level not in ("O1", "O2", "O4", "O5") or not properties.casts_anything:
         raise RuntimeError(
-            f"amp.initialize: policy was given at {properties.opt_level}, where nothing would "
-            "follow it. Allowed are O1, O2, O4 and O5 with a 16-bit type; leave policy out."
+            f"amp.initialize: policy has no effect at {properties.opt_level}. Use O1, O2, O4 or O5 "
+            "with a 16-bit type, or leave policy out."
         )
     listed = policy if isinstance(policy, (list, tuple)) else [policy]
     if len(listed) != len(models):
         raise ValueError(
             f"amp.initialize: policy had {len(listed)} entries for {len(models)} models. Pass a "
-            "list with one for each model, None for a model without."
+            "list with one entry for each model, and None for a model without a policy."
         )
     sections = [None if one is None else _sections(one) for one in listed]
     kept = [
@@ -98,7 +98,8 @@ def _sections(policy: Any) -> dict[str, Any]:
     if not isinstance(policy, Mapping):
         raise TypeError(
             f"amp.initialize: {shown} was a {type(policy).__name__}; it must be the path of a file "
-            "that apex what-if --save has written, or what is in it; of several models a list."
+            "that apex what-if --save wrote, or its contents. For several models pass a list of "
+            "these."
         )
     formats: Any = policy.get("formats")
     fault = ""
@@ -130,7 +131,7 @@ def _log(kept: Sequence[Kept], formats: set[str], properties: Properties) -> Non
     own = _NAMES[properties.half_dtype]
     names = [f"{name}={dtype}" for one in kept for name, dtype in _plain(one).items()]
     others = ", ".join(sorted(formats - {own}))
-    note = f" (passed over, since the level computes in {own}: {others})" if others else ""
+    note = f" (unused, because the level computes in {own}: {others})" if others else ""
     _speech.say(f"policy                 : {', '.join(names) or f'all in {own}'}{note}")
 
 
@@ -138,9 +139,9 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
     own = _NAMES[properties.half_dtype]
     if own not in formats:
         raise ValueError(
-            f"amp.initialize: the policy has nothing about {own}, in which "
-            f"{properties.opt_level} computes; it has {', '.join(formats) or 'nothing'}. Run "
-            f"apex what-if with --formats {own}."
+            f"amp.initialize: the policy has no entries for {own}, in which {properties.opt_level} "
+            f"computes; it has {', '.join(formats) or 'nothing'}. Run apex what-if with --formats "
+            f"{own}."
         )
     known = by_name(model)
     entries: Mapping[str, Any] = formats[own]["modules"]
@@ -156,8 +157,8 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
         parent = name.rpartition(".")[0]
         if isinstance(known[parent], torch.nn.MultiheadAttention):
             raise ValueError(
-                f"amp.initialize: the policy names {name!r}, which is never called: its parent "
-                f"reads its weights. Name {parent!r}."
+                f"amp.initialize: the policy names {name!r}, which is never called, because its "
+                f"parent reads its weights. Name {parent!r}."
             )
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(
@@ -166,15 +167,16 @@ def _of_model(formats: dict[str, Any], model: torch.nn.Module, properties: Prope
             )
         if isinstance(known[name], torch.jit.ScriptModule):
             raise ValueError(
-                f"amp.initialize: the policy names {name!r}, a TorchScript module, which takes no "
-                "hooks. Name a module around it, or pass the module before torch.jit.script."
+                f"amp.initialize: the policy names {name!r}, a TorchScript module, on which amp "
+                "cannot set hooks. Name a module around it, or pass the module before "
+                "torch.jit.script."
             )
         shared = shared_tensor(model, known[name])
         if shared is not None:
             raise ValueError(
                 f"amp.initialize: the policy names {name!r}, which shares a weight or a buffer "
-                f"with '{shared}': one tensor cannot be kept in float32 and cast as well. Leave "
-                f"{name!r} out of the policy, or name a module that has both."
+                f"with '{shared}', and amp cannot both cast a tensor and keep it in float32. Leave "
+                f"{name!r} out of the policy, or name a module that contains both."
             )
     _refuse_two_types(model, {name: allowed[entries[name]] for name in entries})
     return {name: allowed[value] for name, value in entries.items()}
@@ -232,7 +234,7 @@ def _refuse_two_types(model: torch.nn.Module, kept: Kept) -> None:
         other, before = seen.setdefault(id(module), (name, dtype))
         if before != dtype:
             raise ValueError(
-                f"amp.initialize: the policy says different things of '{other}' and '{name}', "
+                f"amp.initialize: the policy has different entries for '{other}' and '{name}', "
                 "which are the same module. Name both, or neither."
             )
 
@@ -251,8 +253,8 @@ class Calls:
             raise RuntimeError(
                 f"amp: the policy names {names}, which the first forward of {self.model} did not "
                 "call. A module whose weights its parent reads, or whose forward is called without "
-                "its hooks, cannot be kept in float32: name the parent. Neither can one that is "
-                "called in some forwards only."
+                "its hooks, cannot be kept in float32; name the parent. A module that only some "
+                "forwards call cannot be kept in float32 either."
             )
 
 

@@ -75,8 +75,8 @@ class _Hook:
     def __name__(self) -> str:
         raise _NotScriptable(
             "torch.jit.script cannot compile the hooks that amp.initialize puts on a model. Use "
-            "torch.jit.trace or torch.compile; or call amp.reset() first, which gives the model "
-            "its float32 weights back."
+            "torch.jit.trace or torch.compile; or call amp.reset() first, which restores the "
+            "float32 weights of the model."
         )
 
 
@@ -95,9 +95,10 @@ class _Guard(_Hook):
             raise RuntimeError(
                 f"amp: a {type(layer).__name__} with 16-bit weights got float32 inputs, because "
                 f"its {name} was not called as model(x). model.forward(x), another method "
-                "(model.encode(x)), a __call__ of its own and a call of a part bypass the casts. "
-                "Call model(x), and leave __call__ to nn.Module; or pass the parts to "
-                "amp.initialize ([model.encoder, model.decoder]), or inputs of the weights' dtype."
+                "(model.encode(x)), an overridden __call__ or a call of a submodule bypasses the "
+                "casts. Call model(x), and leave __call__ to nn.Module; or pass the submodules to "
+                "amp.initialize ([model.encoder, model.decoder]), or inputs of the weights' "
+                "dtype."
             )
 
 
@@ -182,7 +183,7 @@ def _check_still_16_bit(model: torch.nn.Module) -> None:
     raise RuntimeError(
         f"forward of {type(model).__name__}: none of the weights that amp.initialize cast is "
         "16-bit any more, but amp still casts the inputs. Call amp.reset() instead of "
-        "model.float(): it also gives every model its float32 weights back. For another level "
+        "model.float(): it also restores the float32 weights of every model. For another level "
         "call amp.initialize again."
     )
 
@@ -308,9 +309,9 @@ def refuse_shared(models: Sequence[torch.nn.Module], kept: Sequence[kept_modules
             if owners:
                 raise ValueError(
                     f"amp.initialize: a policy names {(name or type(model).__name__)!r} of the "
-                    f"{type(model).__name__}, and the {owners[0]} shares it, or a part of it: each "
-                    "would have its weights cast in its own way. Initialize one model that has "
-                    "both in it, or leave the module out of the policies."
+                    f"{type(model).__name__}, and the {owners[0]} shares it, or a part of it, so "
+                    "each would cast the shared weights in its own way. Initialize one model that "
+                    "contains both, or leave the module out of the policies."
                 )
 
 

@@ -205,7 +205,8 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
     if torch.is_inference_mode_enabled() and (thread.before is not None or switches_on):
         raise RuntimeError(
             f"{call} was called under torch.inference_mode(). It changes this thread's autocast "
-            f"state, and the end of that block would undo that. Call {call} outside of it."
+            f"state, and the end of that block would undo the change. Call {call} outside the "
+            "block."
         )
     if thread.forwards or not in_users_block():
         return
@@ -213,7 +214,8 @@ def refuse_users_block(call: str, *, switches_on: bool) -> None:
     if thread.before is not None or (switches_on and enabled):
         raise RuntimeError(
             f"{call} was called inside a torch.autocast block. It changes this thread's autocast "
-            f"state, and the end of the block would undo that. Call {call} before the block."
+            f"state, and the end of the block would undo the change. Call {call} before the "
+            "block."
         )
 
 

@@ -78,7 +78,7 @@ def may_forget(ledger: Any) -> bool:
     if ledger.had_grads:
         raise RuntimeError(
             "amp: gradients were cleared without a step, and not by optimizer.zero_grad(). With "
-            "amp.initialize(process_group=...) all ranks must clear them alike, so that their "
+            "amp.initialize(process_group=...) all ranks must clear them together, so that their "
             "loss scales stay equal. Call optimizer.zero_grad() on every rank to drop a batch."
         )
     return False

@@ -19,16 +19,18 @@ def refuse_read(optimizer: Any, *, takes_flag: bool, is_watched: bool) -> None:
     """Refuse a step that the host decides."""
     name = type(optimizer).__name__
     if is_watched:
-        cause = f"apex.debug watches {name} and looks at each step. Take the watch off"
+        cause = f"apex.debug watches {name} and looks at each step. Close the watch first"
     elif takes_flag:
-        cause = f"{name} has no state yet, and until then the host decides. Take a step that is "
+        cause = (
+            f"{name} has no state yet, so the host still decides whether to skip. Make a step that "
+            "is "
+        )
         cause += "not skipped before capturing"
     else:
         cause = (
-            f"with {name} the host reads whether to skip it. Under a dynamic loss scale only "
-            "optimizers that read that on the device can be captured: those of apex.optimizers, "
-            "and torch's with fused=True, capturable=True (SGD: fused=True). Use one, or a static "
-            "loss_scale"
+            f"with {name} the host decides whether to skip it. Under a dynamic loss scale a graph "
+            "needs an optimizer that decides on the device. Use one of apex.optimizers, one of "
+            "torch with fused=True, capturable=True (SGD: fused=True), or a static loss_scale"
         )
     raise RuntimeError(f"amp: step() was captured in a CUDA graph, and {cause} {_SEE}")
 
@@ -43,7 +45,7 @@ def refuse_part(optimizer: Any, *, block: bool) -> None:
     )
     raise RuntimeError(
         f"amp: {inside} was captured in a CUDA graph without {outside}. Replays run no Python "
-        "code, so amp would not see their overflows, nor give masters their gradients. Capture "
+        "code, so amp would not see their overflows, nor copy gradients to the masters. Capture "
         f"both {_SEE}"
     )
 
@@ -51,9 +53,9 @@ def refuse_part(optimizer: Any, *, block: bool) -> None:
 def refuse_check(optimizer: Any) -> None:
     """Refuse a step after which amp looks whether it has changed anything."""
     raise RuntimeError(
-        f"amp: a first step of {type(optimizer).__name__} was captured in a CUDA graph. After it "
-        "amp reads whether it has changed the weights. Take some steps before capturing, of which "
-        f"at least one is not skipped {_SEE}"
+        f"amp: a first step of {type(optimizer).__name__} was captured in a CUDA graph. After a "
+        "first step amp checks on the host whether the weights changed. Make some steps before "
+        f"capturing, at least one of which is not skipped {_SEE}"
     )
 
 

@@ -74,8 +74,8 @@ def _refuse_join(wrapper: Any) -> None:
     if getattr(getattr(wrapper, "_join_config", None), "enable", False):
         raise RuntimeError(
             "amp: join() of DistributedDataParallel was called with a model that is cast to 16 "
-            "bits. It ends with a broadcast of 16-bit weights, which the masters would not get. "
-            "Use O1 or O4, or give all ranks as many inputs."
+            "bits. join() ends with a broadcast of 16-bit weights, which would not reach the "
+            "masters. Use O1 or O4, or give all ranks the same number of inputs."
         )
 
 
@@ -108,8 +108,8 @@ def _broadcast_scales(scalers: Sequence[Any], device: torch.device, group: Any) 
     most, least = number[0].item(), -number[1].item()
     if most != least:
         raise RuntimeError(
-            f"amp: ranks passed different num_losses to amp.initialize: {least} to {most}; here it "
-            f"was {len(scalers)}. Pass the same on every rank."
+            f"amp: ranks passed different num_losses to amp.initialize: from {least} to {most}; "
+            f"this rank passed {len(scalers)}. Pass the same number on every rank."
         )
     numbers = [scaler.numbers.clone().to(device) for scaler in scalers]
     flat.broadcast(numbers, group)

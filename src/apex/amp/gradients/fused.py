@@ -82,11 +82,11 @@ class FusedGradients:
         )
         if not same:
             raise RuntimeError(
-                "amp: gradients were changed while they were scaled. With fused_step=True they "
-                "stay scaled until the step. Call every backward in scale_loss. Clip with "
-                "amp.clip_grad_norm_. To change them in another way, call "
-                "list(amp.master_params(optimizer)) before, which unscales them. These gradients "
-                "are lost: call optimizer.zero_grad()."
+                "amp: gradients changed while they were scaled. With fused_step=True they stay "
+                "scaled until the step. Call every backward in scale_loss. Clip with "
+                "amp.clip_grad_norm_. To change gradients in another way, first call "
+                "list(amp.master_params(optimizer)), which unscales them. The gradients of this "
+                "step are lost; call optimizer.zero_grad()."
             )
 
     def _grads(self) -> dict[torch.Tensor, torch.Tensor]:

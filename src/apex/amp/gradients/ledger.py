@@ -57,9 +57,9 @@ _MOST_PASSES = 100  # that an optimizer looks at whose parameters others train
 
 _EDITED = (
     "amp: gradients of 16-bit model weights were changed after scale_loss (by clipping, or by "
-    "another backward of the same forward?). That has no effect: the optimizer steps the float32 "
-    "masters. Use amp.clip_grad_norm_(optimizer, max_norm) or clip amp.master_params(optimizer); "
-    "call every backward in scale_loss."
+    "another backward of the same forward?). This has no effect, because the optimizer updates the "
+    "float32 masters. Use amp.clip_grad_norm_(optimizer, max_norm) or clip "
+    "amp.master_params(optimizer); call every backward in scale_loss."
 )
 _SCALED = (
     "amp: amp.master_params was called inside the scale_loss block, where gradients are still "
@@ -67,9 +67,9 @@ _SCALED = (
 )
 _MOVED = (
     "amp: before the scale_loss block, .grad of a 16-bit weight was a part of a larger tensor. It "
-    "no longer is: masters have the gradients that are stepped, so to zero, reduce or clip that "
-    "tensor has no effect. Use amp.clip_grad_norm_, or the gradients of "
-    "amp.master_params(optimizer); at O1 and O4 .grad stays the program's tensor."
+    "no longer is, and the optimizer uses the gradients of the masters. So zeroing, reducing or "
+    "clipping the larger tensor has no effect. Use amp.clip_grad_norm_, or the gradients of "
+    "amp.master_params(optimizer); at O1 and O4 .grad stays a part of your tensor."
 )
 
 
@@ -267,10 +267,10 @@ class Ledger:
         written, self.scaled_elsewhere = self.scaled_elsewhere, []
         if any([end.grad is grad and grad._version == number for end, grad, number in written]):
             raise RuntimeError(
-                "amp: a scale_loss block that was not given this optimizer has written its "
-                "gradients, so they are still multiplied by the loss scale. Pass all optimizers "
-                "whose parameters the loss reaches: amp.scale_loss(loss, [first, second]). Or "
-                "call zero_grad() before the backward pass that this step is for."
+                "amp: a scale_loss block without this optimizer wrote its gradients, so they are "
+                "still multiplied by the loss scale. Pass all optimizers whose parameters the loss "
+                "reaches: amp.scale_loss(loss, [first, second]). Or call zero_grad() before the "
+                "backward pass of this step."
             )
 
     # -- one pass ------------------------------------------------------------------------------
@@ -393,9 +393,10 @@ class Ledger:
         if has_unreduced and any([record.synchronises for record in records]):
             stash.restore(stash)
             raise RuntimeError(
-                "amp: gradients of passes under no_sync() were unscaled (by clipping, a step or a "
-                "pass with another loss_id) before the synchronising pass, which would not reduce "
-                "them. Clip and step after that pass, and use one loss_id for all of them."
+                "amp: gradients of backward passes under no_sync() were unscaled (by clipping, a "
+                "step or a pass with another loss_id) before the synchronising pass, which would "
+                "then not reduce them. Clip and step after the synchronising pass, and use one "
+                "loss_id for all passes."
             )
         self.stash = stash
 

@@ -106,8 +106,8 @@ class Master:
         if not torch.equal(before, self.tensor):
             warnings.warn(
                 f"amp: a 16-bit weight of shape {list(weight.shape)} and its float32 master were "
-                "both written to since the last step, with different values. The weight's are "
-                "taken. Write to one of the two.",
+                "both written to since the last step, with different values. apex keeps the values "
+                "of the weight. Write to only one of the two.",
                 stacklevel=stacklevel(),
             )
         weight.copy_(self.tensor)
@@ -259,8 +259,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"amp.master_params was given {type(optimizer).__name__}; pass the optimizer, which "
-            "knows the masters."
+            f"amp.master_params was given {type(optimizer).__name__}; pass the optimizer."
         )
     expose = getattr(getattr(optimizer, "_amp_stash", None), "expose", None)
     if expose is not None:

@@ -159,12 +159,13 @@ def describe_dead_training(ledger: Ledger, report: SkippedStep, loss: torch.Tens
             where = f"The first non-finite gradient is that of parameter {name}."
             break
     cause = (
-        "The loss itself was finite: gradients overflow even at this scale, or backward "
+        "The loss itself was finite, so gradients overflow even at this scale, or backward "
         "produces nan."
         if bool(torch.isfinite(loss).all())
-        else "The loss itself was not finite, so scaling is not the cause. Train at O0: if the "
-        "loss is not finite there either, look at the data and the learning rate; else a function "
-        "of the forward leaves the range of 16 bits (docs/nan.md finds it)."
+        else "The loss itself was not finite, so scaling is not the cause. Train at O0. If the "
+        "loss is not finite at O0 either, check the data and the learning rate. Otherwise a "
+        "function of the forward exceeds the range of 16 bits (docs/nan.md shows how to find "
+        "it)."
     )
     return report.describe(f"{where} {cause}")
 
@@ -217,7 +218,7 @@ class TakenSteps:
         if _runtime.capturing():
             raise RuntimeError(
                 "amp: the first step of an optimizer was captured in a CUDA graph, whose replays "
-                "would count from 0 each time. Take some training steps before capturing."
+                "would count from 0 each time. Make some training steps before capturing."
             )
         self._may_be_in_a_row = False  # whether a step was, or may have been, skipped
         with torch.inference_mode(False):  # else steps outside of it could not write them
@@ -268,8 +269,8 @@ class TakenSteps:
         if not _runtime.waits(self.numbers.device) and _runtime.capturing():
             raise RuntimeError(
                 "amp: a step was captured in a CUDA graph, and the counts of amp.outcome are on "
-                "the CPU, where replays could not count. Move the model to the GPU before "
-                "amp.initialize, and take some training steps before capturing "
+                "the CPU, where replays cannot increase them. Move the model to the GPU before "
+                "amp.initialize, and make some training steps before capturing "
                 "(docs/optimizers.md, CUDA graphs)."
             )
 

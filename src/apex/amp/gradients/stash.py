@@ -92,11 +92,11 @@ class Stash(dict[torch.Tensor, torch.Tensor]):
         for weight, grad, version in self._own:
             if grad._version != version:
                 raise RuntimeError(
-                    "amp.scale_loss: the gradient that a weight of shape "
-                    f"{tuple(weight.shape)} had before the block was written to in it, so that "
-                    "unscaled and scaled values are added up. Are the gradients of other weights "
-                    "parts of it? Pass amp.initialize an optimizer of the tensors that backward "
-                    "reaches, model.parameters(), or call optimizer.zero_grad() before the block."
+                    "amp.scale_loss: backward added scaled values to the unscaled gradient that a "
+                    f"weight of shape {tuple(weight.shape)} had before the block. Is this gradient "
+                    "shared with other weights? Pass amp.initialize an optimizer of the tensors "
+                    "that backward reaches, model.parameters(), or call optimizer.zero_grad() "
+                    "before the block."
                 )
 
     def is_written(self, weight: torch.Tensor) -> bool:

@@ -77,9 +77,10 @@ class StepCheck:
         name = type(self._optimizer()).__name__
         raise RuntimeError(
             f"amp: {name}.step() did not change the float32 masters that amp put into its "
-            f"param_groups at {level}, so the model would not train. It seems to step another list "
-            "of parameters, or another optimizer that it contains. Pass amp.initialize an "
-            "optimizer that steps its param_groups, or use O1 or O4, which have no masters."
+            f"param_groups at {level}, so the model would not train. It seems to update another "
+            "list of parameters, or to call another optimizer that it contains. Pass "
+            "amp.initialize an optimizer that updates its param_groups, or use O1 or O4, which "
+            "have no masters."
         )
 
 
@@ -128,11 +129,11 @@ class ModelCheck:
             return False
         raise RuntimeError(
             f"amp: {type(self._optimizer()).__name__} has none of the model's weights in its "
-            f"param_groups, and in {_MOST_STEPS} steps nobody has changed them, though they got "
-            f"gradients: the model does not train. At {self._training.properties.opt_level} "
-            "amp.initialize has cast them to 16 bits, so they are no longer views of a flat "
-            "parameter. Pass amp.initialize an optimizer of model.parameters(), or use O1 or O4, "
-            "which leave weights as they are. If the model is not to train, freeze it: "
+            f"param_groups, and {_MOST_STEPS} steps have not changed them although they had "
+            f"gradients, so the model does not train. At {self._training.properties.opt_level} "
+            "amp.initialize cast them to 16 bits, so they are no longer views of a flat parameter. "
+            "Pass amp.initialize an optimizer of model.parameters(), or use O1 or O4, which do not "
+            "cast weights. If the model is not meant to train, freeze it: "
             "model.requires_grad_(False)."
         )
 

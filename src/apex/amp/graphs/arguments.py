@@ -49,8 +49,8 @@ def key_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         if value.requires_grad:
             raise Unfollowed(
-                "a tensor among the arguments requires gradients, which a replay would leave to "
-                "its copy"
+                "a tensor among the arguments requires a gradient, which a replay would write to a "
+                "copy of it"
             )
         if value.layout is not torch.strided:
             raise Unfollowed(f"a tensor of layout {value.layout}")
@@ -63,7 +63,7 @@ def key_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     named = _named(value)
     if named is None:
         raise Unfollowed(
-            f"an argument is a {kind.__name__}, in which a graph does not find its tensors. Pass "
+            f"an argument is a {kind.__name__}, and amp cannot find the tensors in it. Pass "
             "tensors, numbers, and tuples, lists, dicts and dataclasses of them"
         )
     return kind, *[(name, key_of(item, tensors)) for name, item in named]
@@ -109,8 +109,8 @@ def only_none(result: Any) -> None:
     if result is not None:
         raise TypeError(
             f"amp.capture: the function returned {result!r} ({type(result).__name__}). Replays run "
-            "no Python code, so all would return that. Return tensors, such as loss.detach(), or "
-            "None; read numbers outside of the function."
+            "no Python code, so all would return this same object. Return tensors, such as "
+            "loss.detach(), or None; read numbers outside the function."
         )
 
 

@@ -99,7 +99,9 @@ def capture(
         ...     loss = step(torch.ones(4, 2))
     """
     if not callable(function):
-        raise TypeError(f"amp.capture: function was {function!r}; pass a function, a train_step.")
+        raise TypeError(
+            f"amp.capture: function was {function!r}; pass a function that makes one training step."
+        )
     if type(warmup) is not int or warmup < 1:
         raise ValueError(f"amp.capture: warmup was {warmup!r}; it must be a whole number above 0.")
     private.need("amp.capture")
@@ -142,16 +144,16 @@ class CapturedStep(Generic[_Results]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "amp.capture: a captured step cannot be copied or pickled, since it belongs to the "
-            "model and optimizers of its function. Copy these, and make a new step."
+            "amp.capture: a captured step cannot be copied or pickled, because it belongs to the "
+            "model and optimizers of its function. Copy these, and call amp.capture again."
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Results:
         """Take a step."""
         if getattr(_thread, "is_busy", False) or _runtime.capturing():
             raise RuntimeError(
-                "amp.capture: a step was called inside of another one, or of the capture of a "
-                "CUDA graph. Capture the outer function only."
+                "amp.capture: a captured step was called inside another one, or inside the capture "
+                "of a CUDA graph. Capture the outer function only."
             )
         _thread.is_busy = True
         self.calls += 1
@@ -193,8 +195,8 @@ class CapturedStep(Generic[_Results]):
         if self._wait == MOST_CALLS // 2:
             self._warn(
                 f"{self._name} is captured again and again, each time after more calls without a "
-                f"CUDA graph: {change} changes within {FEW_CALLS} calls. Only learning rates are "
-                "written to the device: leave other numbers as they are "
+                f"CUDA graph, because {change} changes within {FEW_CALLS} calls. apex writes only "
+                "learning rates to the device; keep other numbers constant "
                 "(OneCycleLR(cycle_momentum=False))"
             )
 
@@ -209,7 +211,7 @@ class CapturedStep(Generic[_Results]):
         self._forget()
         self._why = reason
         self._warn(
-            f"{self._name} cannot be captured, so its steps go on without a CUDA graph: {reason}"
+            f"{self._name} cannot be captured, so its steps continue without a CUDA graph: {reason}"
         )
 
     def _warn(self, text: str) -> None:
@@ -240,13 +242,13 @@ class CapturedStep(Generic[_Results]):
                 self._has_told = True
                 self._warn(
                     f"{self._name} reads one of several tensors in `{probe.chosen[0]}`, and a "
-                    "replay reads the same one again. If another call is to read another one, pass "
-                    "the tensor as an argument"
+                    "replay reads the same tensor again. If other calls should read other tensors, "
+                    "pass the tensor as an argument"
                 )
         elif len(self._kinds) > MOST_KINDS:
             self._give_up(
-                f"its arguments were of {MOST_KINDS} kinds. Pass a number that counts as a tensor "
-                "on the device, and pad what has another shape each time"
+                f"its arguments had {MOST_KINDS} combinations of shapes and numbers. Pass a number "
+                "that changes as a tensor on the device, and pad tensors to one shape"
             )
         return results
 
@@ -285,8 +287,9 @@ class CapturedStep(Generic[_Results]):
                 found = self._device_graph.capture(step, self._generators)
             if set(map(id, optimizers)) != set(map(id, followed.optimizers)):
                 raise RuntimeError(
-                    "amp.capture: it steps other optimizers in other calls. A replay repeats one "
-                    "call: capture a function that steps the same ones each time"
+                    "amp.capture: calls of the function step different optimizers. A replay "
+                    "repeats one call, so capture a function that steps the same optimizers each "
+                    "time"
                 )
             results = kinds.rebuilt(found, torch.Tensor.detach, kinds.only_none)
         except BaseException as error:
@@ -346,7 +349,7 @@ def _stepped() -> Iterator[list[Any]]:
             found.append(state.optimizer())
     if not found:
         raise RuntimeError(
-            "amp.capture: the function has stepped no optimizer. Pass a whole training step: "
+            "amp.capture: the function stepped no optimizer. Pass a whole training step: "
             "zero_grad, forward, amp.scale_loss, backward, optimizer.step()."
         )
 

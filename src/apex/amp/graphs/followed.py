@@ -55,7 +55,7 @@ _HOOKS = (
 )  # fmt: skip
 _OF_PARAM = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GRADIENTS = "gradients (call zero_grad in the function, before its backward)"
-READ = "a tensor that it reads and does not get as an argument (write to it in place)"
+READ = "a tensor that it reads and that is not an argument (write to the tensor in place)"
 _REPLACED = (
     "a module",
     "the memory of a weight, a buffer or a state of an optimizer (weight.data = ..., "
@@ -299,9 +299,9 @@ class Followed:
         what = self._replaced()
         if what:
             raise RuntimeError(
-                f"amp.capture: {what} changed between calls, at most {self._every} ago, which a "
-                "graph does not see: its replays went on from the state before. Do it before the "
-                "first call, or make a new step after it, amp.capture(...). For weights use "
+                f"amp.capture: {what} changed between the last {self._every + 1} calls. A graph "
+                "does not see this, so replays used the old state. Change it before the first "
+                "call, or call amp.capture(...) again after the change. For weights use "
                 "model.load_state_dict, which amp follows."
             )
 
@@ -411,30 +411,30 @@ def state_to_capture(optimizer: Any) -> OptimizerState:
     state, name = state_of(optimizer), type(optimizer).__name__
     if state is None:
         raise RuntimeError(
-            f"amp.capture: {name} was stepped in the function, and amp does not manage it. Pass it "
-            "to amp.initialize (O0 changes nothing), or step it outside. After amp.reset() or "
-            "another amp.initialize make a new step: amp.capture(...)."
+            f"amp.capture: the function stepped {name}, which amp does not manage. Pass it to "
+            "amp.initialize (O0 changes nothing), or step it outside the function. After "
+            "amp.reset() or another amp.initialize, call amp.capture(...) again."
         )
     if state.observer is not None:
         raise RuntimeError(
-            f"amp.capture: apex.debug watches {name}, and looks at each step on the host. Take the "
-            "watch off (close it, or initialize(debug=False))."
+            f"amp.capture: apex.debug watches {name} and looks at each step on the host. Close the "
+            "watch, or call initialize(debug=False)."
         )
     is_wrapped = any([record.synchronises is not None for record in state.params.records])
     has_group = state.training.process_group is not None
     if is_wrapped or has_group or any(map(_is_sharded, state.params.targets)):
         parts = "ranks hold parts of the model (FSDP, a DTensor, process_group=...)"
-        what = "the model is inside of a DistributedDataParallel" if is_wrapped else parts
+        what = "the model is inside a DistributedDataParallel" if is_wrapped else parts
         raise RuntimeError(
-            f"amp.capture: {what}. Steps of several ranks are not captured yet. Call the function "
-            "without amp.capture."
+            f"amp.capture: {what}. apex cannot capture steps of several ranks yet. Call the "
+            "function without amp.capture."
         )
     if state.training.is_dynamic() and not state.skipping.takes_flag:
         captures.refuse_read(optimizer, takes_flag=False, is_watched=False)
     if not state.skipping.scales and optimizer.defaults.get("capturable") is False:
         raise RuntimeError(
-            f"amp.capture: {name} counts its steps on the host, where replays would not count. "
-            f"Make it with capturable=True ({name}(..., fused=True, capturable=True))."
+            f"amp.capture: {name} counts its steps on the host, and replays would not increase the "
+            f"count. Make it with capturable=True ({name}(..., fused=True, capturable=True))."
         )
     return state
 

@@ -26,7 +26,7 @@ DEPTH = 4  # of functions that call each other, and of lists in lists
 MOST = 256  # elements of a list that amp.capture looks at
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _DRAWS = {"choice", "next", "pop", "popleft", "randint", "random", "randrange", "sample"}
-_NUMBER = "`{}`, by which it may choose a tensor of a list (pass that tensor as an argument),"
+_NUMBER = "`{}`, which may choose a tensor from a list (pass that tensor as an argument),"
 
 
 Row = tuple[Callable[[Any], Any], Sequence[Any], Sequence[str]]

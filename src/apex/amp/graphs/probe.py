@@ -51,8 +51,8 @@ _CHANGES = (
     "after it"
 )
 _WRITES = (
-    "it writes to an argument. A replay would write to a copy: clone the argument in the function, "
-    "or return the tensor"
+    "it writes to an argument. A replay would write to a copy, so clone the argument in the "
+    "function, or return the tensor"
 )
 _REPLACES = (
     "it replaces a buffer or a parameter of a module (self.buffer = ...), and a replay reads the "
@@ -60,8 +60,8 @@ _REPLACES = (
 )
 _BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _OF_THE_HOST = (
-    "reads a CPU tensor, whose value each replay would repeat. Make it on the GPU before, or pass "
-    "it as an argument that is on the GPU"
+    "reads a CPU tensor, whose value each replay would repeat. Create the tensor on the GPU before "
+    "the call, or pass it as an argument on the GPU"
 )
 
 
@@ -113,8 +113,8 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not lines:
             return ""
         return (
-            f"{lines[0]} reads a tensor from the call before, and the call puts another in its "
-            "place (a hidden state, an average). A replay reads the old one: write to it in place "
+            f"{lines[0]} reads a tensor from the call before, and the call replaces it by another "
+            "(a hidden state, an average). A replay reads the old tensor, so write to it in place "
             "(state.copy_(new)), or pass it as an argument and return the new one"
         )
 
@@ -189,14 +189,15 @@ class Probe(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.device not in devices:
             return _OF_THE_HOST if devices and to is not None and self._is_here(to) else ""
         if torch.Tag.data_dependent_output in func.tags:
-            return "waits for the device. Return the tensor, and read it outside of the function"
+            return "waits for the device. Return the tensor, and read it outside the function"
         if func._schema.name in _BY_INDEX:
             if _by_mask(args):
                 return (
-                    "selects by a mask, so a shape depends on data. Use torch.where or masked_fill"
+                    "selects by a mask, so a shape depends on the data. Use torch.where or "
+                    "masked_fill"
                 )
         elif torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None:
-            return "has a result whose shape depends on data. Use a mask (torch.where) instead"
+            return "returns a shape that depends on the data. Use a mask (torch.where) instead"
         if to is not None and not self._is_here(to):
             return f"copies to {to} and waits. Return the tensor, and copy it outside"
         return "" if all(map(self._is_here, devices)) else _OF_THE_HOST

@@ -49,7 +49,7 @@ class OptimWrapper(WrappedOptimizer):
             raise ValueError(f"amp: num_loss was {num_loss!r}; it must be an integer above 0.")
         if isinstance(optimizer, OptimWrapper):
             raise TypeError(
-                "amp: optimizer was wrapped already. Wrap the optimizer inside of it: "
+                "amp: optimizer was wrapped already. Wrap the optimizer inside it: "
                 "handle.wrap_optimizer(optimizer.optim)."
             )
         super().__init__(optimizer)
@@ -95,7 +95,9 @@ class OptimWrapper(WrappedOptimizer):
             self._loss_idx = 0
             return self.optim.step()
         if self._amp_handle.is_active():
-            raise NotImplementedError("amp: a wrapped optimizer's step() takes no closure.")
+            raise NotImplementedError(
+                "amp: the step() of a wrapped optimizer does not accept a closure."
+            )
         record = state_of(self.optim)
         if record is not None and record.training.properties.opt_level is None:
             record.detach()  # of amp.init: its step may be skipped, so it refuses closures

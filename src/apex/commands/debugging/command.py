@@ -19,10 +19,10 @@ from apex.commands.debugging.script import (
 if TYPE_CHECKING:
     from apex.commands.debugging.program import Program
 
-HELP = """Run a training script as it is. At the first step whose gradients are not finite, tell
+HELP = """Run a training script as it is. At the first step whose gradients are not finite, report
 on stderr and in apex-debug/ which operation made the first inf or NaN, and why. The script's own
-output, files and exit code stay those of a run without this command. If nothing is wrong, no file
-is written. It watches the modules that are called and hold parameters of an optimizer."""
+output, files and exit code stay the same as without this command. If nothing is wrong, it writes no
+file. It watches the modules that the script calls and whose parameters an optimizer updates."""
 
 at_exit = atexit.register  # under this name for tests, whose process does not end
 
@@ -80,7 +80,7 @@ def _say_the_end(programs: list[Program], *, failed: bool, skips: bool) -> None:
         return
     else:
         text = (
-            "saw no step of an optimizer whose parameters are in a module that the script "
-            "calls. Write into the script: with apex.debug.watch(model, optimizer):"
+            "saw no step of an optimizer whose parameters are in a module that the script calls. "
+            "Add to the script: with apex.debug.watch(model, optimizer):"
         )
     say(text)

@@ -41,7 +41,7 @@ class Program:
             try:
                 private.need("apex debug")
             except private.PrivateNameError as error:
-                say(f"as with --no-lines: {error}")
+                say(f"continuing as with --no-lines: {error}")
                 lines = False
         self._folder, self._skip = folder, skip
         self._lines = Lines() if lines else None

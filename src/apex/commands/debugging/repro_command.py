@@ -33,6 +33,10 @@ def run(args: argparse.Namespace) -> int:
         bad = bad or bool(one["nan"] or one["inf"])
         shape = " x ".join(map(str, one["shape"])) or "one element"
         print(f"  {one['dtype']}, {shape}: {one['nan']} NaN, {one['inf']} inf")
-    print("The fault shows." if bad else "All values are finite on this machine.")
+    print(
+        "The result is not finite on this machine either."
+        if bad
+        else "All values are finite on this machine."
+    )
     print(f"\nWithout apex:\n\n{reproduce.script(args.file)}", end="")
     return 0 if bad else 1

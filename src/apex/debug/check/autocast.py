@@ -18,7 +18,7 @@ _TRIES = 3  # steps in which backward runs more than once
 _SCALE = 1024.0
 _WRITERS = {"append", "add", "update", "print", "distributed", "extend", "write"}
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE", "INPLACE", "MAKE")
-_OFF = "computes gradients in float16 without a loss scale: the GradScaler is not enabled"
+_OFF = "computes gradients in float16 without a loss scale, because the GradScaler is not enabled"
 _LEAST_LOST, _LEAST_APART = 0.01, 0.001
 
 
@@ -75,7 +75,10 @@ class Regions(CheckRule):
         for outer in regions[:1]:
             is_stale = outer.stepped and outer.cached and outer.low
             if is_stale and any(one.dtype == torch.float32 for one in trained):
-                text = f"{outer.stepped} steps had no effect on this forward, in the block of "
+                text = (
+                    f"{outer.stepped} steps had no effect on this forward; the autocast block "
+                    "opens at "
+                )
                 text += str(outer.place).partition(" in ")[0]
                 self.facts.tell("stale-autocast-cache", text, size=outer.stepped)
 
@@ -160,7 +163,10 @@ class Backwards(CheckRule):
         """Tell of gradients that are too small for float16."""
         median = statistics.median(share for _, share, _ in self._lost) if self._lost else 0.0
         for step, share, at in self._lost if median >= _LEAST_LOST else ():
-            text = f"{100 * share:.3g} % of the gradients' elements were 0 that are not at a scale "
+            text = (
+                f"{100 * share:.3g} % of the gradients' elements were 0 and would not be at a "
+                "scale "
+            )
             text += f"of {_SCALE:g}"
             self.facts.tell(
                 "float16-without-scaler", text, at, share, step, _OFF * self.facts.is_off

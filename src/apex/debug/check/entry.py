@@ -46,7 +46,11 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
     """
     unknown = [kind for kind in ignore if kind not in KINDS]
     if steps < 1 or unknown:
-        wrong = f"there is no kind {unknown[0]!r}" if unknown else f"steps was {steps}, below 1"
+        wrong = (
+            f"there is no kind {unknown[0]!r}"
+            if unknown
+            else (f"steps was {steps}; it must be 1 or more")
+        )
         raise ValueError(f"apex.debug.check: {wrong}")
     optimizers = [one for one in made if isinstance(one, Optimizer)]
     if made and not optimizers:
@@ -59,5 +63,5 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
     finally:
         found += run.finish()
         for error in run.failed:
-            text = f"apex.debug.check: a rule failed, please report it: {error}"
+            text = f"apex.debug.check: apex failed in one of its checks, please report it: {error}"
             warnings.warn(text, stacklevel=3)

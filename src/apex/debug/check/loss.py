@@ -103,8 +103,10 @@ class LossInHalf(CheckRule):
         apart = distance(zip(ours, exact, strict=True))
         if apart >= _LEAST:
             loss, wide = float(roots[0].detach()), float(found.value.detach())
-            text = f"the gradient of the network's output was off by {100 * apart:.3g} % (norm of "
-            text += f"the difference) from that in float32; loss {loss:.5g} for {wide:.5g}"
+            text = f"the gradient of the network's output differs by {100 * apart:.3g} % from "
+            text += (
+                f"float32 (norm of the difference); the loss is {loss:.5g} instead of {wide:.5g}"
+            )
             self.facts.tell("loss-in-16-bits", text, found.first, size=apart)
 
     def backward_ends(self, written: list[Any]) -> None:

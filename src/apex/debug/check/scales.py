@@ -28,7 +28,7 @@ class Scaled(CheckRule):
         """Say that a part of a sum of losses is not scaled."""
         scale = max((one for one in scales if one is not None), default=1.0)
         if None in scales and scale != 1.0:
-            text = f"a part of the loss is multiplied by {scale:g} and another one is not"
+            text = f"one part of the loss is multiplied by {scale:g}, and another part is not"
             self.facts.tell("one-loss-unscaled", text, at, size=scale)
 
     def scaler_steps(self, scaler: Any, optimizer: Any) -> None:
@@ -41,7 +41,9 @@ class Scaled(CheckRule):
         if scale == 1.0:
             return
         if bare and all(p.scale is None for mark in live for p in mark.passes):
-            sentence = "divides gradients by the loss scale; this backward() did not multiply: "
+            sentence = (
+                "divides gradients by the loss scale, but this backward() did not multiply them: "
+            )
             sentence += str(next(iter(bare.values())).place)
             text = f"gradients are {scale:g} times too small"
             self.facts.tell("step-without-scale", text, size=scale, sentence=sentence)
@@ -50,7 +52,7 @@ class Scaled(CheckRule):
             at = next(iter(bare.values())).place
             self.facts.tell("one-loss-unscaled", f"{text}parameters", at, size=scale)
         if late:
-            text = f"what came after unscale_() has {scale:g} times the weight of what came "
+            text = f"gradients added after unscale_() count {scale:g} times as much as those "
             text += f"before, in {len(late)} of {len(live)} parameters"
             at = next(iter(late.values())).place
             self.facts.tell("added-after-unscale", text, at, size=scale)
@@ -64,7 +66,7 @@ class Scaled(CheckRule):
         now = scale_of(scaler)
         text = f"gradients were multiplied by {last.scale:g} and divided by {now:g}"
         if now == last.scale:
-            text += ": at the next change of the scale they are wrong by its factor"
+            text += "; the next change of the scale will make them wrong by its factor"
         self.facts.tell("update-before-step", text, size=abs(last.scale - now))
 
     def refuses(self, error: ValueError) -> None:
@@ -129,8 +131,8 @@ class Clipping(CheckRule):
     def _tell_clamp(self, call: FunctionCall, old: Any, new: Any, scale: float) -> None:
         changed = int((old != new).sum())
         if changed:
-            text = f"{changed} of {old.numel()} elements of a gradient were clipped that is "
-            text += f"{scale:g} times its size"
+            text = f"clipped {changed} of {old.numel()} elements of a gradient that is multiplied "
+            text += f"by {scale:g}"
             self.facts.tell("clip-before-unscale", text, call.place, size=scale)
 
     def backward_ends(self, written: list[torch.Tensor]) -> None:
@@ -268,8 +270,10 @@ class Amp(CheckRule):
             pairs = zip(state.params.weights, state.params.tensors, strict=True)
             grads = [one.grad for weight, one in pairs if id(weight) in given]
             if norms := [one.double().norm() for one in grads if one is not None]:
-                text = f"the masters' gradients have the norm {torch.stack(norms).norm():.4g} "
-                text += f"after it, and the limit is {limit:g}"
+                text = (
+                    f"the norm of the masters' gradients is {torch.stack(norms).norm():.4g} after "
+                )
+                text += f"it, and the limit is {limit:g}"
                 self.facts.tell("clip-of-model-gradients", text)
 
 

@@ -77,13 +77,15 @@ class Schedules(CheckRule):
         if not count.tried:
             known.early = here() if len(rates) == 1 else None
         elif known.early is not None and rates[-2] != rate:
-            text = f"the first learning rate, {rates[0]:.4g}, was never used: the first step had "
+            text = f"the first learning rate, {rates[0]:.4g}, was never used; the first step had "
             text = f"{text}{rate:.4g}" if len(rates) == 2 else f"it became {rate:.4g} a call early"
             self.facts.tell("scheduler-before-optimizer", text, known.early, step=0)
             known.early = None
         meant = rates[max(0, len(rates) - 1 - known.ahead)]
         if not math.isclose(rate, meant, rel_tol=1e-6):
-            text = f"{known.ahead} of {count.tried} steps had been skipped: the learning rate was "
+            text = (
+                f"{known.ahead} of {count.tried} steps had been skipped, so the learning rate was "
+            )
             text += f"{rate:.4g} instead of {meant:.4g}"
             self.facts.tell("scheduler-counts-skipped", text, size=known.ahead)
         known.ahead += count.tried > known.tried and count.real == known.real
@@ -123,14 +125,14 @@ class Checkpoints(CheckRule):
             if scale != start:
                 off, what = abs(math.log2(start / scale)), "doublings are lost"
                 what = "steps are skipped again" if start > scale else what
-                text = f"the scale is {scale:g} now; a run that resumes starts at {start:g}: "
+                text = f"the scale is {scale:g} now; a resumed run starts at {start:g}, so "
                 self._texts["scaler-not-saved"] = f"{text}{off:.0f} {what}", here()
         for schedule, known in self.facts.schedules.items():
             rate = _rate(schedule)
             is_other = known.rates and not math.isclose(rate, known.rates[0], rel_tol=1e-6)
             if is_other and _counts(schedule, len(known.rates)):
-                text = f"after {len(known.rates)} calls the learning rate is {rate:.4g}; a run "
-                text += f"that resumes begins the schedule at {known.rates[0]:.4g}"
+                text = f"after {len(known.rates)} calls the learning rate is {rate:.4g}; a "
+                text += f"resumed run begins the schedule at {known.rates[0]:.4g}"
                 self._texts["scheduler-not-saved"] = text, here()
 
     def gives_state(self, owner: Any) -> None:

@@ -144,12 +144,12 @@ class Lost(CheckRule):
             lost, stood = _share(tally.weights), _share(tally.moments)
             is_kept = 2 * tally.kept > tally.elements
             if lost >= MOST and not is_kept:
-                more = f"; in all steps {100 * stood:.0f} % of {tally.name!r}, the average of "
-                more = f"{more}squared gradients, stood still as well" if stood >= MOST else ""
+                more = f"; over all steps {100 * stood:.0f} % of {tally.name!r}, the average of "
+                more = f"{more}squared gradients, did not change either" if stood >= MOST else ""
                 what = f"of the {short(tally.dtype)} weights"
                 self._tell("update-lost", what, tally.weights, tally.place, more)
             elif stood >= MOST:
-                what = f"of the elements of {tally.name!r}, in {short(tally.dtype)},"
+                what = f"of the {short(tally.dtype)} elements of {tally.name!r}"
                 self._tell("moments-lost", what, tally.moments, tally.place, "")
 
     def _tell(self, kind: str, what: str, steps: _Steps, at: Place, more: str) -> None:

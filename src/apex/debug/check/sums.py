@@ -161,16 +161,20 @@ class SumsInHalf(CheckRule):
             if len(line.steps) < _UPDATES:
                 continue
             value, exact = line.last
-            both = f"; in the end it was {value:.5g}, and {exact:.5g} in float64"
+            both = f"; at the end it was {value:.5g}, in float64 {exact:.5g}"
             if line.lost >= _LEAST * line.there:
-                text = f"{100 * line.lost / line.there:.3g} % of its elements did not move at an "
-                text += f"update that is not 0, in {len(line.steps)} steps"
+                text = (
+                    f"{100 * line.lost / line.there:.3g} % of its elements did not move although "
+                )
+                text += f"the update was not 0, in {len(line.steps)} steps"
                 self.facts.tell("sum-in-16-bits", text + both * bool(line.grows), at, step=0)
             elif line.grows and _is_sum(line.grows):
                 step = abs(line.grows[-1])
-                text = f"after {len(line.grows)} updates it was {value:.5g}, and {exact:.5g} in "
-                text += f"float64; it grows by {step:.3g}, and from about "
-                text += f"{step * _WHOLE[line.dtype]:.4g} on it stands still"
+                text = (
+                    f"after {len(line.grows)} updates it was {value:.5g}, in float64 {exact:.5g}; "
+                )
+                text += f"it grows by {step:.3g} at each update and stops at "
+                text += f"about {step * _WHOLE[line.dtype]:.4g}"
                 self.facts.tell("sum-in-16-bits", text, at, step=0)
 
 

@@ -288,8 +288,8 @@ class Study:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             shape = f" of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else ""
             raise TypeError(
-                f"apex.debug.what_if: loss returned a {type(loss).__name__}{shape}; it must give a "
-                "tensor of one element that depends on the weights, and nothing else"
+                f"apex.debug.what_if: loss returned a {type(loss).__name__}{shape}; it must return "
+                "only a tensor of one element that depends on the weights"
             )
         context.loss, loss = float(loss.detach()), loss.reshape(()) * scale
         if calls.is_reentrant([loss]):  # its forwards run again in the backward, which is noted

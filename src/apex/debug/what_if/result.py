@@ -72,15 +72,15 @@ class WhatIf:
     def _answer(self) -> Iterator[str]:
         scale = f"float16 needs a loss scale of at most {_power(self.ranges.scale)}"
         if not self.layers:
-            yield "Nothing was measured: no layer with a product gave any numbers."
+            yield "Nothing was measured, because no layer with a product returned any numbers."
         elif self.is_decided:
             yield from self._on_formats(scale)
-            yield f"If weights had 16 bits (O3), updates of {self.optimizer} would be lost:"
+            yield f"With 16-bit weights (O3), updates of {self.optimizer} would be lost:"
             shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
-            yield f"{shares}; with masters (O2, O5) none."
+            yield f"{shares}; with masters (O2, O5), none."
         else:
-            yield f"Not decided: {self.batches} batches were seen, and a layer needs {ENOUGH}"
-            yield "in which it gives numbers."
+            yield f"Not decided: apex measured {self.batches} batches, and each layer needs"
+            yield f"results in at least {ENOUGH}."
             if "float16" in self.formats:
                 yield f"{scale}."
         if self.unseen:
@@ -94,7 +94,7 @@ class WhatIf:
             if not needs and any(one in failed for one in LEVELS["bfloat16"]):
                 safe = "computes each layer alone well"
             elif is_part:
-                safe = "is safe where products were seen"
+                safe = "is safe for the products that were measured"
             yield f"bfloat16 {needs or safe}."
             yield from self._failures("bfloat16")
         if "float16" in self.formats:
@@ -108,7 +108,7 @@ class WhatIf:
         if self.large and "float16" in self.formats and ("O2" in failed or not self.levels):
             name, size = max(self.large.items(), key=lambda item: item[1])
             also = ", as are sums of float16 numbers at O1" if "O1" in failed else ""
-            yield f"What passes between modules is float16 at O2{also}, and `{name}` gives"
+            yield f"At O2 the tensors between modules are float16{also}, and `{name}` returns"
             yield f"{size:.2g}."
         if failed:
             good = [one.name for one in self.levels if one.state == "trains"]
@@ -116,7 +116,7 @@ class WhatIf:
             yield f"Use {choices or 'O0, float32'}."
         if skipped := [one for one in self.levels if one.state == "not run"]:
             names = listed([one.name for one in skipped])
-            yield f"The whole model was not run at {names}: {skipped[0].why}."
+            yield f"apex did not run the whole model at {names}: {skipped[0].why}."
         if "e4m3" in self.formats:
             yield self._e4m3()
 
@@ -136,19 +136,23 @@ class WhatIf:
         if needed:
             parts.append(f"needs {_names(needed)} in float32: {_first_reason(needed, form)}")
             for one in [layer for layer in needed if layer.keep != layer.name]:
-                keep = f"names `{one.keep}`" if one.keep else "can name nothing"
-                parts[0] += f" (a policy {keep} for {_names([one])})"
+                keep = (
+                    f"a policy must name `{one.keep}` for"
+                    if one.keep
+                    else ("a policy has no name for")
+                )
+                parts[0] += f" ({keep} {_names([one])})"
         if mild := [one for one in bad if one not in needed]:
             also = "also " if needed else ""
             parts.append(
                 f"{also}computes {_names(mild)} inaccurately: {_first_reason(mild, form)}; "
-                "training may not mind"
+                "training may tolerate it"
             )
         if look := _names(self.states(form, "look")):
             parts.append(f"{'' if bad else 'is safe, but '}look at {look}")
         if few := _names(self.states(form, "not decided")):
             verb = "" if parts else "is "
-            parts.append(f"{verb}not decided for {few} (below {ENOUGH} batches)")
+            parts.append(f"{verb}not decided for {few} (fewer than {ENOUGH} batches)")
         return "; ".join(parts)
 
     def _e4m3(self) -> str:
@@ -185,7 +189,7 @@ class WhatIf:
             lines.append(f"Not seen: products or gradients of weights of {', '.join(self.unseen)}.")
         if self.others:
             counts = ", ".join(f"{name} ({count} calls)" for name, count in self.others.items())
-            lines.append(f"Products that are not judged: {counts}.")
+            lines.append(f"Products that apex did not judge: {counts}.")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -200,7 +204,8 @@ class WhatIf:
         if not self.is_decided:
             raise ValueError(
                 f"apex.debug.what_if: a policy needs {ENOUGH} batches in which a layer with a "
-                f"product gives numbers; of {self.batches} none is decided"
+                f"product returns numbers; {self.batches} batches decided no layer. Pass more "
+                "batches"
             )
         formats: dict[str, dict[str, Any]] = {}
         for form in self.formats:
@@ -318,14 +323,17 @@ def what_if(
     if not names or not all(one in [*FORMATS] for one in names):
         raise ValueError(f"apex.debug.what_if: formats was {names!r}; allowed: {[*FORMATS]}")
     if not isinstance(limit, int) or limit < 1:
-        raise ValueError(f"apex.debug.what_if: limit was {limit!r}; allowed: 1 or more, 8 decide")
+        raise ValueError(
+            f"apex.debug.what_if: limit was {limit!r}; allowed are integers of 1 or more, and a "
+            "verdict needs 8"
+        )
     taken, forms = list(islice(batches, limit)), [FORMATS[one] for one in dict.fromkeys(names)]
     named = [*model.named_parameters()]
     for found in [n for n, p in named if p.is_complex()]:
         raise ValueError(
             f"apex.debug.what_if: {found} is complex, and no 16-bit level has complex numbers. "
-            "Keep such a model in float32 (O0); or hold the weight as real and imaginary parts "
-            "(torch.view_as_real), multiply these, and look again"
+            "Keep such a model in float32 (O0); or store the weight as real and imaginary parts "
+            "(torch.view_as_real), multiply these, and call what_if again"
         )
     wrong = [f"{n} is {p.dtype}" for n, p in named if p.dtype != torch.float32]
     wrong += [] if taken else ["batches was empty"]

@@ -231,8 +231,8 @@ class ProductTrace(Products):
         output = piece.compute(leaves)
         if halves := [one.dtype for one in calls.tensors_in(output) if one.dtype in HALVES]:
             raise ValueError(
-                f"apex.debug.what_if: {function.__name__} computed in {halves[0]} already; call it "
-                "before amp.initialize, and with a loss without torch.autocast"
+                f"apex.debug.what_if: {function.__name__} computed in {halves[0]} already; call "
+                "what_if before amp.initialize, and with a loss without torch.autocast"
             )
         for key in piece.parameters:
             self.readers[key].add(id(frame.module))

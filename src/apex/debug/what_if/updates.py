@@ -41,8 +41,8 @@ class Updates:
                     setattr(self.optimizer, name, copy.deepcopy(getattr(optimizer, name), memo))
         except Exception as error:
             raise TypeError(
-                f"apex.debug.what_if: the {self.name} cannot be made again for copies of the "
-                f"model's weights, by copy.deepcopy ({error}); leave optimizer out"
+                f"apex.debug.what_if: the {self.name} cannot be copied together with the model's "
+                f"weights ({error}); leave optimizer out"
             ) from error
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -61,8 +61,8 @@ class Updates:
             self.optimizer.step()
         except Exception as error:
             raise TypeError(
-                f"apex.debug.what_if: a single step of a copy of the {self.name}, with dense "
-                f"gradients and without a closure, failed ({error}); leave optimizer out"
+                f"apex.debug.what_if: a copy of the {self.name} failed in a step with dense "
+                f"gradients and without a closure ({error}); leave optimizer out"
             ) from error
 
     def lost(self) -> dict[str, float]:

@@ -210,9 +210,9 @@ def at_level(
     except (MemoryError, torch.OutOfMemoryError) as error:
         return Level(name, "not run", _line(error))
     except Exception as error:  # noqa: BLE001  # an error there is the answer
-        return Level(name, "fails", f"{type(error).__name__} is raised: {_line(error)}")
+        return Level(name, "fails", f"{type(error).__name__}: {_line(error)}")
     if all(one is None for one in found.gradients):
-        return Level(name, "not run", "the loss does not depend on the model that it is given")
+        return Level(name, "not run", "the loss does not depend on its model argument")
     with disable_casts():  # else products of the comparison would be rounded too
         whole = compare(found)
     why = whole.why

@@ -48,9 +48,9 @@ def answers(report: Results, of: Sequence[Verdict]) -> list[str]:
 
 def _answer(report: Results, of: Sequence[Verdict]) -> str:
     if not of:
-        return "No answer: O0 and another level are needed."
+        return "No answer: apex needs results of O0 and of another level."
     if not any(run.status == "ok" for run in of[0].other.runs):
-        return f"No answer: {of[0].other.label}: {of[0].other.problem}."
+        return f"No answer, because {of[0].other.label} did not finish: {of[0].other.problem}."
     right = [v for v in of if _trained(v) and not _bad(v)]
     if report.busy:
         return f"No advice: {report.busy}. End them and run again."
@@ -190,7 +190,7 @@ def _why_no_interval(of: Verdict) -> str:
     if report.left_out:
         return f"the time budget left no time for more than {counts[0]} of the seeds"
     if len({run.cell for run in of.row.runs}) < planned:
-        return f"interrupted after {counts}, and {LEAST} are needed to compare"
+        return f"the run was interrupted after {counts}, and a comparison needs {LEAST}"
     if planned >= LEAST:
         why = "the time budget cut the others" if of.cut else "the others are too short"
         if of.other.problem:
@@ -229,7 +229,7 @@ def _stay(of: Sequence[Verdict], right: Sequence[Verdict]) -> str:
 
 def _fault(of: Verdict) -> str:
     if not _trained(of):
-        return "did not train to the end at each seed"
+        return "did not train to the end with every seed"
     lost = of.accuracy and of.accuracy.worse
     return "lost accuracy" if lost else f"had a higher {of.loss_of}"
 

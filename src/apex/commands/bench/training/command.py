@@ -65,18 +65,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{named}; or file.py:function, see the docs (default: {TASK})")
     add("--levels", nargs="+", choices=[*LEVELS, *ALIASES], metavar="LEVEL",
         help="O0 to O5, native-fp16 and native-bf16 (torch.autocast), FP16 (FP16_Optimizer, static "
-        "scale); FP32 is O0 and amp is O1 (default: all but FP16, and without native-fp16 where "
-        "the device has no float16 arithmetic)")
+            "scale); FP32 is O0 and amp is O1 (default: all except FP16; also except native-fp16 "
+            "if the device has no float16 arithmetic)")
     add("--batch", nargs="+", type=at_least(1), default=[BATCH], metavar="N",
         help=f"samples per step (default: {BATCH})")
     add("--seeds", type=at_least(1), metavar="N",
-        help=f"train all with N seeds; below 3 there are no intervals (default: {SEEDS}, and "
-        f"{QUICK_SEEDS} with --quick)")
+        help=f"train each level with N seeds; intervals need at least 3 (default: {SEEDS}, and "
+            f"{QUICK_SEEDS} with --quick)")
     add("--budget", type=_seconds, metavar="TIME",
-        help="time limit, such as 90s, 10m or 2h: stops slow levels, shortens trainings")
+        help="time limit, such as 90s, 10m or 2h; apex stops slow levels and shortens trainings to "
+            "keep it")
     add("--margin", type=positive, default=MARGIN, metavar="POINTS",
-        help="points of accuracy that a level may lose, at least three test samples "
-        "(default: %(default)s)")
+        help="points of accuracy that a level may lose; apex allows at least three test samples "
+            "(default: %(default)s)")
     add("--target", type=_share, metavar="PERCENT", help="report the time to this accuracy")
     add("--epochs", type=at_least(1), metavar="N",
         help="passes through the data (default: the task's)")
@@ -90,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, metavar="FOLDER", help="folder with the data of the task")
     add_device(parser)
     add("--out", type=Path, default=Path("apex-bench"), metavar="FOLDER",
-        help="folder for all files; a stopped run continues there (default: %(default)s)")
+        help="folder for all files; apex continues a stopped run that it finds in it (default: "
+            "%(default)s)")
     add("--fresh", action="store_true", help="train all levels again, even if --out has results")
 # fmt: on
 
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         except OSError as error:
             raise UsageError(
-                f"--out {args.out}: {error}; what was written before is kept"
+                f"--out {args.out}: {error}; apex kept the files that it wrote before"
             ) from error
     if not finished.complete:
         return INTERRUPTED
@@ -248,7 +250,7 @@ def _levels(
     names = unique(ALIASES.get(name, name) for name in asked)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         if tf32 is not None:
-            raise UsageError(f"--tf32 {tf32}: {device} has no TF32")
+            raise UsageError(f"--tf32 {tf32}: {device} has no TF32; leave the option out")
         return [(name, None) for name in names]
     ways = {"on": [True], "off": [False], "both": [False, True], None: [False]}[tf32]
     return [(name, way) for name in names for way in ([False, True] if name == "O0" else ways)]
@@ -280,7 +282,7 @@ def _described(
             raised = f"{type(error).__name__}: {error}"
             raise UsageError(f"task {name}: loader({size}, 0) raised {raised}") from error
         if first is None:
-            raise UsageError(f"--batch {size}: {name} has fewer samples")
+            raise UsageError(f"--batch {size}: {name} has fewer samples; use a smaller batch")
     own = task.lr if optimizer == task.optimizer else None
     return {
         "task": name,

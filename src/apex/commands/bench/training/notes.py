@@ -58,10 +58,10 @@ def _cut(report: Results, made: Sequence[LevelRow]) -> str:
         who = "the others" if stopped else "all"
         parts.append(f"{who} trained for {100 * share:.0f} % of their steps on average")
     if report.left_out:
-        parts.append(f"no time for {report.left_out} more trainings, of the last seeds")
+        parts.append(f"no time for {report.left_out} more trainings (the last seeds)")
     if parts and report.budget_s and report.seconds > report.budget_s:
-        took = f"that took {report.seconds:.0f} s"
-        parts.append(f"{took}, as the first steps of all levels do not fit into the budget")
+        took = f"this took {report.seconds:.0f} s"
+        parts.append(f"{took}, because the first steps of all levels do not fit into the budget")
     return "; ".join(parts)
 
 
@@ -81,9 +81,9 @@ def notes(report: Results, verdicts: Sequence[Verdict]) -> list[str]:
             apart.append(v.row.label)
     if apart:
         found.append(
-            f"{', '.join(dict.fromkeys(apart))}: trained again with O0 alone, or alone (then the "
-            "machine's drift is in its speed), since there was no memory beside the others, or the "
-            "process died."
+            f"{', '.join(dict.fromkeys(apart))}: apex trained these again with only O0, or alone, "
+            "because the memory did not suffice for all levels or the process died. The speed of a "
+            "level trained alone includes the machine's drift."
         )
     return found
 
@@ -96,7 +96,7 @@ def _same(here: Sequence[LevelRow]) -> list[str]:
             found.setdefault(tuple(row.label for row in same), []).append(str(batch))
     return [
         f"{', '.join(labels[:-1])} and {labels[-1]} have the same losses to the last bit on "
-        f"{here[0].task} at batch size {', '.join(batches)}: the same arithmetic."
+        f"{here[0].task} at batch size {', '.join(batches)}, so their arithmetic is the same."
         for labels, batches in found.items()
     ]
 
@@ -109,7 +109,7 @@ def _of_test_set(here: Sequence[LevelRow]) -> list[str]:
             share = min(max(statistics.fmean(row.accuracies) / 100, 1 / size), 1 - 1 / size)
             points = 196 * math.sqrt(share * (1 - share) / size)
             return [
-                f"{row.task} has {size} test samples: another test set of that size would move an "
+                f"{row.task} has {size} test samples. Another test set of that size would move an "
                 f"accuracy of {100 * share:.1f} % by up to {points:.1f} points (95 %). All levels "
                 "are judged by the same samples."
             ]
@@ -140,7 +140,7 @@ def _columns_apart(verdicts: Sequence[Verdict]) -> list[str]:
             medians = v.other.ms / v.row.ms
             if abs(math.log(medians / v.ratio)) > math.log(AGREE):
                 where = f"{v.row.label} against {v.other.label} (batch size {v.row.batch})"
-                apart.append(f"{where}: {medians:.2f} by the times, {v.ratio:.2f} the speed")
+                apart.append(f"{where}: {medians:.2f} by the times, {v.ratio:.2f} by the speed")
     if not apart:
         return []
     return [
@@ -168,28 +168,29 @@ def how_measured(device: torch.device) -> dict[str, str]:
     return {
         "time of a step": "milliseconds from zero_grad to the end of step (forward, loss, "
         f"backward, optimizer) by {clock}, without the time for data",
-        "turns": "the levels of a seed train by turns in one process, "
-        f"{BLOCK} steps or more each, in an order drawn from the seed and then its reverse; the "
-        "first round and the first step of each turn do not count. The machine was busy if other "
-        f"programs had the processor for {100 * BUSY:.0f} % of that time: the clock beside the "
-        "processor time of the thread that trains, where the system counts involuntary switches",
-        "speed": "of each seed the median over pairs of rounds of O0's median step time over the "
-        "level's; the interval over the seeds is Student's t, each with 95 %. There is no "
-        "verdict where one step in ten takes twice the median, or the interval spans a factor of "
-        f"{NOISY:g}",
-        "accuracy": "after the last epoch, on data that were not trained on. The spread over the "
-        "seeds is pooled over the levels, once of the differences from O0 and once of the "
-        "accuracies; the wider interval (Student's t) counts. It is corrected for the number of "
-        "comparisons (Bonferroni), where levels with the same losses are one: all differences from "
-        "O0 on a page hold together with 95 %. The standard deviation of differences is not taken "
-        "below one sample of the test set divided by the root of 2. A level is within the margin "
-        "if its interval is",
-        "loss": "mean loss on the same data, finer than an accuracy, by the same rule with a 95 % "
-        f"of its own and a margin of {100 * LOSS_MARGIN:g} %; the training loss of the last epoch "
-        "where there is none",
+        "turns": f"the levels of a seed take turns in one process, {BLOCK} steps or more each, in "
+        "an order drawn from the seed and then its reverse; the first round and the first step "
+        "of each turn do not count. The machine counts as busy if other programs had the "
+        f"processor for {100 * BUSY:.0f} % of that time. apex compares the clock with the "
+        "processor time of the training thread, if the system counts involuntary switches",
+        "speed": "for each seed, the median over pairs of rounds of O0's median step time divided "
+        "by the level's; the interval over the seeds is Student's t, 95 % each. There is no "
+        "verdict if one step in ten takes twice the median, or if the interval spans a factor "
+        f"of {NOISY:g}",
+        "accuracy": "after the last epoch, on data not used for training. The spread over the "
+        "seeds is pooled over the levels, once for the differences from O0 and once for the "
+        "accuracies; the wider interval (Student's t) counts. It is corrected for the number "
+        "of comparisons (Bonferroni), counting levels with the same losses once, so all "
+        "differences from O0 on a page hold together with 95 %. The standard deviation of "
+        "differences is at least one sample of the test set divided by the root of 2. A level "
+        "is within the margin if its interval is",
+        "loss": "mean loss on the same data, which shows smaller differences than the accuracy. "
+        f"The same rule applies, with 95 % of its own and a margin of {100 * LOSS_MARGIN:g} %. "
+        "For a task without a test loss, the training loss of the last epoch",
         "memory": f"peak bytes of tensors in a separate training of {FEW_STEPS} steps, above what "
-        "was in use before it: weights, masters, gradients, optimizer state, activations, batch "
-        f"(from {memory.source(device)}; scratch space of libraries is not in it)",
-        "operators": "by torch's profiler, one step apart, each without the operators it calls",
-        "inference": "forward and loss of a training batch in evaluation mode, by turns as well",
+        "was in use before it: weights, masters, gradients, optimizer state, activations, "
+        f"batch (from {memory.source(device)}; without the scratch space of libraries)",
+        "operators": "from torch's profiler, in one separate step, each without the operators it "
+        "calls",
+        "inference": "forward and loss of a training batch in evaluation mode, also in turns",
     }

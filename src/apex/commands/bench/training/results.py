@@ -204,9 +204,9 @@ def read(path: Path) -> Results:
         raise UsageError(f"{path} is not a report that apex bench writes ({error})") from None
     names = found.environment.get("device", {}), found.environment.get("versions", {})
     if not ("name" in names[0] and {"torch", "apex"} <= {*names[1]}):
-        raise UsageError(f"{path} is not a report that apex bench writes (no machine is named)")
+        raise UsageError(f"{path} is not a report that apex bench writes (it names no machine)")
     if unknown := {cell.level for cell in found.plan} - {*LEVELS}:
-        raise UsageError(f"{path}: has the unknown level {unknown.pop()!r}")
+        raise UsageError(f"{path} has the unknown level {unknown.pop()!r}")
     return found
 
 

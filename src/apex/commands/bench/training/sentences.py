@@ -48,9 +48,11 @@ def _parts(of: Verdict) -> list[str | None]:
         how = "as much memory" if same else f"{of.memory:.2f} times the memory"
         found.append(f"It needs {how}")
     if of.same:
-        found.append(f"Its losses equal {other.label}'s to the last bit: the same arithmetic")
+        found.append(
+            f"Its losses equal {other.label}'s to the last bit, so its arithmetic is the same"
+        )
     elif of.same_as:
-        found.append(f"Its losses equal {of.same_as}'s to the last bit: see there")
+        found.append(f"Its losses equal {of.same_as}'s to the last bit; see {of.same_as}")
     elif row.finished:
         found += [f"{said[0].upper()}{said[1:]}" for said in quality(of)]
     return found
@@ -74,8 +76,8 @@ def _speed(of: Verdict) -> str:
         count = "1 seed" if seeds == 1 else f"{seeds} seeds"
         found = f"about {times(of.ratio)} times the speed of {other}"
         if seeds >= LEAST:
-            return f"{name}: {found} ({count}, their first steps alone: too few for an interval)"
-        return f"{name}: {found} ({count}; {LEAST} are needed for an interval)"
+            return f"{name}: {found} ({count}, first steps only, too few for an interval)"
+        return f"{name}: {found} ({count}; an interval needs {LEAST})"
     ends = f"95 %, {seeds} seeds: {times(of.speed.low)} to {times(of.speed.high)}"
     if of.speed.low <= 1 <= of.speed.high and not alike(of.speed):
         return f"{name} may be faster or slower than {other} ({ends} times the speed)"

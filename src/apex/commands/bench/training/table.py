@@ -72,8 +72,8 @@ COLUMNS: tuple[Column[Line], ...] = (
     Column("speed / O0\n(95 %)", _speed,
            {"speed_vs_O0": lambda x: x.ratio, "speed_vs_O0_low": _end("low"),
             "speed_vs_O0_high": _end("high")},
-           "step time of O0 (TF32 off) over this one's, of turns in one process, averaged over the "
-           "seeds, with its interval over them; noisy: something else is using this machine",
+           "step time of O0 (TF32 off) divided by this level's, measured in turns in one process; "
+           "mean over the seeds and its interval; noisy: other programs are using this machine",
            "the row or O0 was not measured, or did not train"),
     Column("peak\nMiB", lambda x: three(x.row.peak_bytes and x.row.peak_bytes / 2**20),
            {"peak_tensor_bytes": lambda x: x.row.peak_bytes},
@@ -81,7 +81,7 @@ COLUMNS: tuple[Column[Line], ...] = (
            "the device does not report it, or no run finished"),
     Column("memory\n/ O0", lambda x: number(x.verdict.memory if x.verdict else None, ".2f"),
            {"memory_vs_O0": lambda x: x.verdict.memory if x.verdict else None},
-           "peak divided by that of O0: below 1 is less", "the row or O0 was not measured", drop=1),
+           "peak divided by O0's; below 1 is less", "the row or O0 was not measured", drop=1),
     Column("test\nacc. %", lambda x: _spread(x.row.accuracies, ".2f"),
            {"accuracy_mean_percent": lambda x: mean(x.row.accuracies)},
            "per cent right on data not trained on, mean ± standard deviation over the seeds",
@@ -99,7 +99,7 @@ COLUMNS: tuple[Column[Line], ...] = (
     Column("inference\nms", lambda x: three(x.row.inference_ms),
            {"inference_median_ms": lambda x: x.row.inference_ms},
            "forward and loss of a training batch in evaluation mode",
-           "the task has a training step of its own, or one level alone was trained", drop=5),
+           "the task has a training step of its own, or only one level was trained", drop=5),
     Column("samples\n/ s", lambda x: three(x.row.samples_s),
            {"samples_per_s": lambda x: x.row.samples_s},
            "of whole epochs, data included", WHOLE_RUNS, drop=8),

@@ -208,7 +208,7 @@ class CellTraining:
         if epoch and not cut and len(sizes) != self._steps_per_epoch:
             raise ValueError(
                 f"the loader yielded {self._steps_per_epoch} batches in one epoch and {len(sizes)} "
-                "in the next; every epoch must have as many"
+                "in the next; every epoch must have the same number"
             )
 
     @contextlib.contextmanager

@@ -46,7 +46,7 @@ def _folder(data: Path | None) -> Path:
         if (folder / TEST[0]).is_file():
             return folder
     where = f"--data {data}: there is no {TEST[0]}" if data else "--task cifar10-... needs --data"
-    raise UsageError(f"{where}; take the folder with the files of {URL}, unpacked")
+    raise UsageError(f"{where}; pass the folder with the unpacked files of {URL}")
 
 
 def _read(folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +66,9 @@ def _read(folder: Path, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.from_numpy(np.concatenate(contents))
     classes = rows[:, 0].long()
     if int(classes.max()) > 9:
-        raise UsageError(f"--data {folder}: there are classes above 9; these are other files")
+        raise UsageError(
+            f"--data {folder}: the files have classes above 9, so they are not CIFAR-10's"
+        )
     return rows[:, 1:].reshape(-1, 3, 32, 32), classes
 
 

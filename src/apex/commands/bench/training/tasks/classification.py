@@ -55,7 +55,9 @@ class Batches:
     ) -> None:
         rows = len(tensors[0])
         if batch_size > rows:
-            raise UsageError(f"--batch {batch_size}: there are {rows} samples to train on")
+            raise UsageError(
+                f"--batch {batch_size}: the task has {rows} training samples; use a smaller batch"
+            )
         generator = torch.Generator("cpu").manual_seed(seed)
         order = torch.randperm(rows, generator=generator, device="cpu")
         whole = order[: rows - rows % batch_size].reshape(-1, batch_size)

@@ -76,7 +76,7 @@ def _topics() -> str:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
         raise UsageError(
-            "this Python has no pydoc_data.topics, the text that this task learns; take another "
+            "this Python has no pydoc_data.topics, the text that this task learns; use another "
             "--task or another Python"
         ) from None
     return "\n".join(topics[name] for name in sorted(topics))
