@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import pathlib
 import re
 
@@ -29,12 +30,15 @@ def test_the_code_blocks_of_a_page_run_as_one_program(page, tmp_path, monkeypatc
     examples = list(Sybil([PythonCodeBlockParser()]).parse(page).examples())
     assert len(examples) >= page.read_text().count("\n```python")
     monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
     amp.reset()
     try:
         for example in examples:
             example.evaluate()
     finally:
         amp.reset()
+        os.environ.clear()  # a page sets what torchrun would
+        os.environ.update(before)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
