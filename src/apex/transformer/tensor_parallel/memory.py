@@ -91,7 +91,9 @@ _BUFFERS: dict[str, MemoryBuffer] = {}
 def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
     """Make a ``MemoryBuffer`` that ``get_mem_buff`` finds; ``ArgumentError`` if there is one."""
     if name in _BUFFERS:
-        raise ArgumentError(f"a memory buffer {name!r} is allocated already; get_mem_buff has it.")
+        raise ArgumentError(
+            f"a memory buffer {name!r} is allocated already; get it with get_mem_buff."
+        )
     _BUFFERS[name] = MemoryBuffer(name, numel, dtype, track_usage)
     return _BUFFERS[name]
 
