@@ -83,7 +83,7 @@ def test_groups_that_cannot_be(four):
             "pipeline_model_parallel_split_rank_ is 2 with pipeline_model_parallel_size_ 2",
             "backend 'carrier pigeon' is not available; pass None",
             "apex.transformer.parallel_state.initialize_model_parallel(init_mpi_proc_group=True)",
-            "apex.transformer.parallel_state, model_parallel: there is no groups yet",
+            "apex.transformer.parallel_state, model_parallel: there is no group yet",
             "the groups exist already",
             "apex.transformer.parallel_state, amax_reduction: there is no group of this kind",
         ],

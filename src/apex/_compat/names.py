@@ -275,7 +275,7 @@ ATTRIBUTES = (
                _CAPTURE, ("amp.capture",)),
     Attributes("torch.optim.lr_scheduler.LRScheduler", "_initial_step _last_lr",
                "tell a schedule's own calls and states from others",
-               effect="apex check may take a schedule for one that was called early"),
+               effect="apex check may report by mistake that a schedule was called early"),
     Attributes("torch.optim.lr_scheduler.LRScheduler.step", "_opt_called",
                "tell a schedule that a skipped step was a step",
                effect="a schedule may warn that it was called before its optimizer"),

@@ -206,7 +206,7 @@ def _named(function: Callable[..., Any], name: str, doc: str) -> Callable[..., A
 
 def _group(name: str) -> Any:
     if name not in _STATE.groups:
-        why = "no groups yet. Call initialize_model_parallel first."
+        why = "no group yet. Call initialize_model_parallel first."
         if model_parallel_is_initialized():
             why = f"no group of this kind with rank {dist.get_rank()}."
         raise NotInitializedError(f"apex.transformer.parallel_state, {name}: there is {why}")

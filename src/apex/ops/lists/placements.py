@@ -150,9 +150,9 @@ def _groups(tensor: Any) -> Groups:
     mesh, groups = tensor.device_mesh, []
     if is_partial(tensor):
         raise RuntimeError(
-            f"apex cannot compute the norm of a DTensor with placements {tensor.placements}, of "
-            "which each rank has one term of every element. Call redistribute(placements=...) on "
-            "it first."
+            f"apex cannot compute the norm of a DTensor with placements {tensor.placements}, "
+            "because its elements are sums over ranks. Call redistribute(placements=...) on it "
+            "first."
         )
     for dim, place in enumerate(tensor.placements):
         if not place.is_replicate() and mesh.size(dim) > 1:

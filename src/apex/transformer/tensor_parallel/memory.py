@@ -61,7 +61,10 @@ class MemoryBuffer:
     def print_average_usage(self) -> None:
         """Log, at level INFO, which share was in use at the calls of ``get_data``."""
         if not self.track_usage:
-            raise ArgumentError(f"memory buffer {self.name!r} was made with track_usage=False.")
+            raise ArgumentError(
+                f"memory buffer {self.name!r} was made with track_usage=False. Make it with "
+                "track_usage=True."
+            )
         share = 100.0 * self._used / max(1, self._calls * self.numel)
         _LOGGER.info("memory buffer %s: %.2f %% in use on average", self.name, share)
 
