@@ -174,7 +174,7 @@ def norm_backward(
     if saved.shape != dout.shape:
         raise ArgumentError(
             f"fused_layer_norm_cuda: dout has shape {list(dout.shape)} and input_or_output "
-            f"{list(saved.shape)}. Pass two of one shape."
+            f"{list(saved.shape)}. Pass two tensors of the same shape."
         )
     rows = math.prod(saved.shape[: saved.dim() - len(shape)])
     statistics = {"invvar": invvar, "mean": mean}

@@ -62,7 +62,8 @@ def _add(
         shapes = f"input has {list(input.shape)} and d_output {list(d_output.shape)}"
         if x.dim() < 2 or dy.dim() < 2 or x.shape[0] != dy.shape[0]:
             raise ArgumentError(
-                f"{name}: {shapes}. Pass (..., in_features) and (..., out_features), as many rows."
+                f"{name}: {shapes}. Pass (..., in_features) and (..., out_features), with the same "
+                "number of rows."
             )
         check_shape(name, "d_weight", d_weight, (dy.shape[1], x.shape[1]), shapes)
         if d_weight.dtype != to or not d_weight.is_contiguous():

@@ -44,7 +44,8 @@ def backward(
         x, weights, biases = ops.parts(name, bool(use_bias), activation, inputs)
         if len(fprop_outputs) != 2:
             raise ArgumentError(
-                f"{name}: there are {len(fprop_outputs)} outputs; pass the two of mlp_cuda.forward."
+                f"{name}: there are {len(fprop_outputs)} outputs; pass the two outputs of "
+                "mlp_cuda.forward."
             )
         y, reserved = fprop_outputs
         tensors = {"input": x, "grad_o": grad_o, "output": y, "reserved": reserved}

@@ -198,7 +198,7 @@ def test_what_is_no_list_of_cells(kind):
     for given in (nn.LSTM(INPUT, HIDDEN), None, [lstm(INPUT, HIDDEN), nn.Linear(1, 1)]):
         with pytest.raises(RuntimeError, match=f"is a {type(given).__name__}; pass an RNNCell"):
             kind(given, 2)
-    with pytest.raises(RuntimeError, match=r"last input_size \[9\]. These must be equal"):
+    with pytest.raises(RuntimeError, match=r"input_size \[9\]. All cells must have"):
         kind([lstm(INPUT, HIDDEN), lstm(9, HIDDEN)], 2)
     gru = RNNCell(3, HIDDEN, HIDDEN, torch.gru_cell, 1)
     for other, widths in ((gru, (6, 6, 1)), (lstm(HIDDEN, 7), (7, 7, 2))):
@@ -392,5 +392,5 @@ def test_recomputation_starts_where_the_forward_did_or_is_refused(reentrant):
         assert torch.equal(parameter.grad, grad)
     network.reset_hidden(2)
     loss = checkpoint(lambda x: network(x)[0], x, use_reentrant=reentrant).square().sum()
-    with pytest.raises(RuntimeError, match="this forward runs in a backward pass"):
+    with pytest.raises(RuntimeError, match="this forward runs inside a backward pass"):
         loss.backward()

@@ -283,7 +283,7 @@ def test_module():
     ("changes", "said"),
     [
         ({"acc_policy": "accurate"}, "acc_policy is 'accurate'; allowed are balanced, compact"),
-        ({"acc_dtype": FLOAT}, "acc_dtype is torch.float32; it goes with acc_policy='compact'"),
+        ({"acc_dtype": FLOAT}, "acc_dtype is torch.float32, which needs acc_policy='compact'"),
         (
             {"acc_policy": "compact", "acc_dtype": torch.float16},
             "acc_dtype is torch.float16; allowed for a weight of torch.bfloat16 are "

@@ -103,7 +103,7 @@ def test_buckets_that_are_filled_by_less_than_70_percent_are_warned_of(four):
     for found in four.run(functools.partial(programs.filled, [None, 0.125, 0.17, 0.18])):
         assert found[:3] == [[]] * 3
         (text,) = found[3]
-        assert "buckets are filled by 69%, of bucket_cap_mb=0.18 in each" in text
+        assert "buckets are 69% full on average, with bucket_cap_mb=0.18" in text
         assert "Consider decreasing the bucket_cap_mb argument." in text
 
 
@@ -378,12 +378,12 @@ ERRORS = {
     "cap": "ValueError: .*bucket_cap_mb was 0; it must be a number above 0",
     "pipeline": "ValueError: .*pipeline_size was '2'",
     "lr": "ValueError: Invalid learning rate: -1.0",
-    "not in group": "ValueError: .*rank . is not in process_group. Pass one that it is in",
+    "not in group": "ValueError: .*rank . is not in process_group. Pass a group that contains it",
     "sizes": "RuntimeError: .*the first must be the product of the others",
-    "meta": "is on meta, and another one on cpu",
-    "ranks differ": "rank 1 differs from rank 0 .* Build the same on every rank",
+    "meta": "is on meta, and another parameter is on cpu",
+    "ranks differ": "rank 1 differs from rank 0 .* Build the same model and optimizer",
     "options differ": r"in options: it has \('bucket_cap_mb', 3\), and rank 0 has .* 2\)",
-    "tuning": "TypeError: .*dwu_num_chunks was 4.0; it must be of type int, and has no effect",
+    "tuning": "TypeError: .*dwu_num_chunks was 4.0; it must be of type int. apex ignores its value",
     "gather": "does not support skip_allgather=True",
     "e5m2": "does not support e5m2_allgather=True",
     "clip": "does not support clip_after_ar=False",
@@ -394,12 +394,12 @@ ERRORS = {
     "copy": "cannot be copied or pickled.* Save its state_dict",
     "old arguments": "TypeError",
     "amp": "amp.initialize: DistributedFusedAdam keeps gradients and masters itself",
-    "moved": r"a parameter of shape \(8,\) on cpu was given other memory",
+    "moved": r"a parameter of shape \(8,\) on cpu got other memory",
     "no scale": "TypeError: .*pass either inv_scale or grad_scaler",
     "twice": "gradients were unscaled or clipped already",
     "late gradient": "a gradient arrived after the gradients were unscaled or clipped",
     "torch's unscale_": "GradScaler.unscale_ has not seen any gradients. Use apex.amp.GradScaler",
-    "two optimizers": "another hook has taken the gradient",
+    "two optimizers": "another hook removed the gradient",
 }
 
 
@@ -415,12 +415,12 @@ def test_bad_input(four):
 def test_states_that_do_not_fit(four):
     wanted = {
         "format": "the dict has format 3",
-        "nothing": "the dict has format 2 and nothing. Pass what state_dict\\(\\) returned",
+        "nothing": "the dict has format 2 and no keys. Pass the dict that",
         "ranks": "is the part of rank . of 2, and this is rank . of 4; .*state_dict_format=2",
-        "not root": "only that of rank 0 has tensors",
+        "not root": "only the state of rank 0 contains tensors",
         "groups": "ValueError",
         "what": "state_dict_format was 1 and gather_on_root True",
-        "shape": r"saved exp_avg of parameter 2 has shape \(3,\), and here it has \(130, 9\)",
+        "shape": r"saved exp_avg of parameter 2 has shape \(3,\), and this .* needs \(130, 9\)",
     }
     for rank, texts in enumerate(four.run(programs.bad_states)):
         for name, text in texts.items():

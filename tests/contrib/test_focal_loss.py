@@ -233,9 +233,9 @@ def test_apply():
         ({"num_real_classes": 0}, "num_real_classes is 0"),
         ({"num_real_classes": 5.5}, "num_real_classes is 5.5"),
         ({"num_positive_sum": torch.tensor([1j])}, "num_positives_sum is torch.complex64; pass a"),
-        ({"alpha": -1.0}, "alpha is -1.0; allowed is 0 to 1"),
-        ({"gamma": -0.5}, "gamma is -0.5; allowed are numbers from 0 on"),
-        ({"label_smoothing": 1.5}, "label_smoothing is 1.5; allowed is 0 to 1"),
+        ({"alpha": -1.0}, "alpha is -1.0; pass a number from 0 to 1"),
+        ({"gamma": -0.5}, "gamma is -0.5; pass a number of 0 or more"),
+        ({"label_smoothing": 1.5}, "label_smoothing is 1.5; pass a number from 0 to 1"),
     ],
 )
 def test_bad_input(changes, said):

@@ -381,7 +381,7 @@ GOOD = {
         ),
         ({"weight": ONES(4, 3).to("meta")}, ValueError, "weight is on meta and input"),
         ({"reduction": "avg"}, ValueError, "'avg'; allowed are"),
-        ({"label_smoothing": 2}, ValueError, "is 2.0; allowed"),
+        ({"label_smoothing": 2}, ValueError, "is 2.0; pass"),
         ({"chunk_size": 0}, ValueError, "chunk_size is 0; pass"),
         ({"chunk_size": 2.0}, ValueError, "chunk_size is 2.0; p"),
         ({"weight": ONES(0, 3)}, ValueError, r"shape \[0, 3\] has no class"),

@@ -62,9 +62,7 @@ def test_a_block_allocates_from_the_pool_and_registers_it(calls):
 
 def test_a_group_of_another_backend(calls):
     with (
-        pytest.raises(
-            RuntimeError, match="nccl_mem needs a GPU and a process group of NCCL; there"
-        ),
+        pytest.raises(RuntimeError, match="nccl_mem needs a GPU and an NCCL process group; there"),
         nccl_allocator.nccl_mem("pool", group=calls.group("gloo", "cpu")),
     ):
         pass
@@ -84,7 +82,7 @@ def test_without_a_gpu(monkeypatch):
         lambda: nccl_allocator.register_mem_pool("pool"),
         lambda: nccl_allocator.nccl_mem("pool").__enter__(),
     ):
-        with pytest.raises(RuntimeError, match="needs a GPU and a process group of NCCL; there is"):
+        with pytest.raises(RuntimeError, match="needs a GPU and an NCCL process group; there is"):
             call()
     with nccl_allocator.nccl_mem(None, enabled=False):
         pass

@@ -177,9 +177,9 @@ def test_lists_that_do_not_fit(make, argument):
     params, optimizer = started(make, shapes=SMALL)
     give_grads(params, 0)
     before = values(params)
-    with pytest.raises(ValueError, match=rf"{argument} held \[1\] tensors by group.*\[2\]"):
+    with pytest.raises(ValueError, match=rf"{argument} contained \[1\] tensors by group.*\[2\]"):
         optimizer.step(**{argument: [params[0].grad]})
-    with pytest.raises(ValueError, match="grad_norms held 3 norms, and there are 1 groups"):
+    with pytest.raises(ValueError, match="grad_norms contained 3 norms, and there are 1 groups"):
         optimizer.step(grad_norms=[1.0, 2.0, 3.0])
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     with pytest.raises(TypeError, match=f"{argument}: tensor 1 is a nested tensor"):

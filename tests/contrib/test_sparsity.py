@@ -461,7 +461,7 @@ def test_layers_are_chosen_by_class_and_name():
 def test_notices(capsys, caplog, monkeypatch):
     with caplog.at_level("INFO", logger="apex.sparsity"):
         ASP.init_model_for_pruning(network(), allow_permutation=False)
-    assert "[ASP] skipped 4::weight: [3, 16] are no multiples of 8 output" in caplog.text
+    assert "[ASP] skipped 4::weight: its shape [3, 16] is not a multiple of 8" in caplog.text
     assert "[ASP] will prune 0::weight of size=[48, 32] and type=torch.float32" in caplog.text
     monkeypatch.setattr(logging.getLogger("apex.sparsity"), "hasHandlers", lambda: False)
     ASP.compute_sparse_masks()
@@ -554,7 +554,9 @@ def test_order_of_calls():
     assert not ASP.already_init_asp_model()
     ASP.prune_trained_model(model, optimizer)
     assert ASP.already_init_asp_model()
-    with pytest.raises(ASPError, match=r"has a model already, one in a process\. Call"):
+    with pytest.raises(
+        ASPError, match=r"has a model already, and supports only one in a process\. Call"
+    ):
         ASP.init_model_for_pruning(model)
     with pytest.raises(ASPError, match="has an optimizer already"):
         ASP.init_optimizer_for_pruning(optimizer)
@@ -594,7 +596,7 @@ def test_bad_arguments_change_nothing(tmp_path):
     for error, text, options in (
         (TypeError, "model was a str", {"model": "network"}),
         (ValueError, "pattern was 'm2n1'", {"mask_calculator": "m2n1"}),
-        (ValueError, "has ReLU, whose parameters", {"whitelist": [nn.Linear, nn.ReLU]}),
+        (ValueError, "contains ReLU, whose parameters", {"whitelist": [nn.Linear, nn.ReLU]}),
         (ValueError, "no parameter 'scale'", {"custom_layer_dict": {nn.Linear: ["scale"]}}),
         (TypeError, "mask_calculator was None", {"mask_calculator": None}),
         (TypeError, "names of layers were one string", {"allowed_layer_names": "10"}),

@@ -321,7 +321,7 @@ def test_offsets_that_are_not_the_lengths():
     x, labels, _ = logits(FLOAT)
     layer, lengths = TransducerLoss(packed_input=True), (LENGTHS[0], LENGTHS[1] - 1)
     for offset, rows in ((OFFSET - 1, x[USED]), (OFFSET, x[USED][1:]), (OFFSET, x.flatten(0, 2))):
-        with pytest.raises(IndexError, match=r"batch_offset is \[.*rows; pass the cumulated sum"):
+        with pytest.raises(IndexError, match=r"batch_offset is \[.*rows; pass the cumulative sum"):
             layer(rows, labels, *lengths, 0, offset, T)
 
 

@@ -354,7 +354,7 @@ LOGITS, LABELS = torch.ones(2, 3), torch.ones(2, dtype=torch.long)
         ((LOGITS, torch.ones(2)), TypeError, "labels is torch.float32; pass an integer"),
         ((LOGITS, [1, 2]), TypeError, "labels is a list; pass a tensor"),
         ((LOGITS.long(), LABELS), TypeError, "logits is torch.int64; allowed"),
-        ((LOGITS, LABELS, 1.5), ValueError, "smoothing is 1.5; allowed is"),
+        ((LOGITS, LABELS, 1.5), ValueError, "smoothing is 1.5; pass"),
         ((torch.ones(2, 0), LABELS), ValueError, "have no class"),
         ((LOGITS, LABELS.to("meta")), ValueError, "Move one"),
     ],

@@ -41,7 +41,7 @@ def explode(kind="plain", factors=(1.0, 1.0, 1.0, 1e5), lr=0.3):
 
 
 SAID = re.compile(
-    r"\. The update of step 4 took the norm of (\S+) from (\S+) to (\S+) \(norm of its gradient "
+    r"\. The update of step 4 raised the norm of (\S+) from (\S+) to (\S+) \(norm of its gradient "
     r"(\S+)\): clip gradients \(torch.nn.utils.clip_grad_norm_\) or lower the learning rate\.$"
 )
 
@@ -66,14 +66,14 @@ def test_several_steps_are_named():
         model.weight.grad = torch.full((1, 2), 3.0 * size)
         growth.end()
     assert growth.sentence({id(model.weight): "weight"}).startswith(
-        " The updates of steps 2 to 3 took the norm of weight from 1.41 to 566 (norm of its "
+        " The updates of steps 2 to 3 raised the norm of weight from 1.41 to 566 (norm of its "
         "gradient 84.9): clip"
     )
 
 
 @pytest.mark.parametrize("factors", [(1.0,) * 3, (0.0, 1.0)])
 def test_healthy_growth_is_not_said(factors):
-    assert "took the norm" not in explode(factors=factors, lr=0.01).sentence
+    assert "raised the norm" not in explode(factors=factors, lr=0.01).sentence
 
 
 def test_weights_that_begin_at_zero_did_not_explode():

@@ -166,4 +166,4 @@ def test_an_explosion_that_has_lasted_is_still_called_one():
                 model.weight.mul_(1e4)
     sentence = watch.explain().sentence
     watch.close()
-    assert "The updates of steps 9 to 16 took the norm of weight from " in sentence
+    assert "The updates of steps 9 to 16 raised the norm of weight from " in sentence

@@ -620,7 +620,7 @@ def test_bad_input(arguments, error, text):
 def test_a_second_watch_is_refused():
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = r"this optimizer is watched already; close\(\) first"
+    said = r"another watch watches this optimizer already; close\(\) it"
     with debug.watch(model, optimizer), pytest.raises(RuntimeError, match=said):
         debug.watch(model, optimizer)
 

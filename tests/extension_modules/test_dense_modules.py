@@ -160,7 +160,7 @@ def test_weight_gradients_that_are_refused_change_nothing():
     x, dy = torch.ones(4, 3), torch.ones(4, 2)
     total = torch.ones(2, 3)
     bad = [
-        (x, torch.ones(5, 2), total, r"input has \[4, 3\] and d_output \[5, 2\]. Pass .* as many"),
+        (x, torch.ones(5, 2), total, r"input has \[4, 3\] and d_output \[5, 2\]. Pass .* the same"),
         (x[0, 0], dy[0, 0], total, r"input has \[\] and d_output \[\]. Pass \(..., in_features\)"),
         (x, dy, torch.ones(3, 2), r"d_weight has shape \[3, 2\] and .*\[4, 2\]. Pass \[2, 3\]"),
         (x, dy.half(), total, "input torch.float32, d_output torch.float16. Pass one floating"),
@@ -189,10 +189,14 @@ SHORT = Y[0], torch.ones(1)
     ("function", "arguments", "match"),
     [
         (mlp_cuda.forward, (0, 1, [X, WEIGHT.t()]), r"forward: input has shape \[4, 3\] and wei"),
-        (mlp_cuda.forward, (0, 1, []), "there are 0 tensors. Pass an input and weights"),
+        (mlp_cuda.forward, (0, 1, []), "got 0 tensors. Pass an input and weights"),
         (mlp_cuda.backward, (0, 1, X, Y, [X, WEIGHT]), r"grad_o has shape \[4, 3\] .* \[4, 2\]"),
         (mlp_cuda.backward, (0, 1, DY, SHORT, [X, WEIGHT]), r"reserved has shape \[1\] and input"),
-        (mlp_cuda.backward, (0, 1, DY, Y[:1], [X, WEIGHT]), "are 1 outputs; pass the two of mlp_c"),
+        (
+            mlp_cuda.backward,
+            (0, 1, DY, Y[:1], [X, WEIGHT]),
+            "are 1 outputs; pass the two outputs of mlp_c",
+        ),
         (fused_dense_cuda.linear_bias_backward, (X, WEIGHT, X), r"d_output has shape \[4, 3\] and"),
         (
             fused_dense_cuda.linear_gelu_linear_backward,

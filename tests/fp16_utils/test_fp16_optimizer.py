@@ -397,7 +397,8 @@ def overflowing(**options):
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_an_overflow_skips_the_step_and_lowers_the_scale_once(where, bad, spoken):
     model, optimizer = overflowing(verbose=True)
-    text = "FP16_Optimizer: 4 parameters of 16 bits with float32 masters; 2 others need none.\n"
+    text = "FP16_Optimizer: 4 parameters of 16 bits with float32 masters; "
+    text += "2 float32 parameters without.\n"
     assert spoken() == text
     before = [p.clone() for p in model.parameters()]
     optimizer.backward(loss_of(model), update_master_grads=False)

@@ -195,13 +195,13 @@ def test_tests_change_constants_by_patches_alone():
 
 BAD = {
     "There is no operation 'rms'": {"op": "rms"},
-    "dtype is 'bf16'; it is one of bfloat16, float16, float32": {"dtype": "bf16"},
-    "size is [4096, 4096]; it is a list of columns": {"size": [4096, 4096]},
+    "dtype is 'bf16'; it must be one of bfloat16, float16, float32": {"dtype": "bf16"},
+    "size is [4096, 4096]; it must be a list of columns": {"size": [4096, 4096]},
     "size is 4096": {"size": 4096},
-    "choice is {'warps': 4}; it has whole, elements, warps": {"choice": {"warps": 4}},
-    "elements is 6144; it is a power of 2": {"choice": {**CHOICE, "elements": 6144}},
-    "elements is '8192'; it is an integer": {"choice": {**CHOICE, "elements": "8192"}},
-    "warps is 64; it is an integer from 1 to 32": {"choice": {**CHOICE, "warps": 64}},
+    "choice is {'warps': 4}; it must have whole, elements, warps": {"choice": {"warps": 4}},
+    "elements is 6144; it must be a power of 2": {"choice": {**CHOICE, "elements": 6144}},
+    "elements is '8192'; it must be an integer": {"choice": {**CHOICE, "elements": "8192"}},
+    "warps is 64; it must be an integer from 1 to 32": {"choice": {**CHOICE, "warps": 64}},
     "8192 elements are more than 64 for each of 32 threads": {"choice": {**CHOICE, "warps": 1}},
     "a tile of 2048 elements has no whole row of 4096": {"choice": {**CHOICE, "elements": 2048}},
     "a block of 8192 elements is longer than a row": {"choice": {**CHOICE, "whole": 0}},
@@ -225,7 +225,7 @@ def test_a_bad_row_is_refused_by_tools_and_left_out_with_a_warning_by_a_training
     assert "ROWS=1 BLOCK=1024 num_warps=16" in forward(768)
 
 
-@pytest.mark.parametrize(("text", "said"), [("[", "Expecting value"), ("3", "no list of rows")])
+@pytest.mark.parametrize(("text", "said"), [("[", "Expecting value"), ("3", "not a list of rows")])
 def test_a_damaged_file_is_a_warning_for_a_training(text, said, table):
     table(text=text)
     with pytest.warns(

@@ -171,8 +171,8 @@ X = torch.ones(2, 3, 4, 5)
         (X, X.bool()[None], False, r"mask has shape \[1, 2, 3, 4, 5\]"),
         (X[None], X.bool(), False, "The input has at most 4 dimensions"),
         (X[0, 0, 0], None, False, r"input has shape \[5\]; pass \(..., queries, keys\)"),
-        (X, None, True, r"input has shape \[2, 3, 4, 5\]; a causal softmax takes as many queries"),
-        (X[0], None, True, r"input has shape \[3, 4, 5\]; a causal softmax takes as many queries"),
+        (X, None, True, r"input has shape \[2, 3, 4, 5\]; a causal softmax needs as many queries"),
+        (X[0], None, True, r"input has shape \[3, 4, 5\]; a causal softmax needs as many queries"),
     ],
 )
 def test_errors(x, mask, causal, match):

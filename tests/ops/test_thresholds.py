@@ -51,7 +51,9 @@ def test_a_bad_row_is_left_out_with_a_warning(tmp_path, monkeypatch):
     file.write_text(json.dumps({"rotary": {"gpu": 1}, "swiglu": ROWS["swiglu"]}))
     monkeypatch.setattr(_thresholds, "FILE", file)
     monkeypatch.setattr(_thresholds, "_rows", {})
-    with pytest.warns(RuntimeWarning, match="rotary: wall is None; it is an integer from 1 on"):
+    with pytest.warns(
+        RuntimeWarning, match="rotary: wall is None; it must be an integer of 1 or more"
+    ):
         assert _thresholds.threshold("rotary") is None
     assert _thresholds.threshold("swiglu").wall == ROWS["swiglu"]["wall"]
 

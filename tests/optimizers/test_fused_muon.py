@@ -434,5 +434,5 @@ def test_sharded_checkpoints_resume(four, kind, tmp_path):
 def test_what_cannot_be_collected_is_refused(four):
     for placements, meshes, partitioned in four.run(programs.refused):
         assert "has placements (Partial(sum),) or another mesh" in placements
-        assert "Make both DTensors of one mesh" in meshes
+        assert "Make both DTensors on the same mesh" in meshes
         assert "Pass groups, each with algorithm='muon' or algorithm='adam'" in partitioned

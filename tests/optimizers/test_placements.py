@@ -48,7 +48,7 @@ def test_norms_go_over_all_ranks(two, order):
 @pytest.mark.parametrize("name", programs.MAKERS)
 def test_what_cannot_be_placed_is_refused(two, name):
     for mesh, partial in two.run(programs.refused, name):
-        assert "Make both DTensors of one mesh" in mesh
+        assert "Make both DTensors on the same mesh" in mesh
         assert "Partial" in partial
 
 

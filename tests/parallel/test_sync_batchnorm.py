@@ -146,7 +146,7 @@ def test_one_value_in_all_processes(two):
     for text, tracked, variance in two.run(ranks.one_value_of_all):
         assert text.startswith("ValueError: ")
         assert "Expected more than 1 value per channel when training" in text
-        assert "1 value in all processes together" in text
+        assert "all processes together have 1 value" in text
         assert (tracked, variance) == (0, [1.0] * 3)
 
 

@@ -101,8 +101,8 @@ def test_all_parameters_but_some():
     [
         ("head.nothing", AttributeError, "has no parameter 'head.nothing'. Its parameters: "),
         ("tail.weight", AttributeError, "tail"),
-        ("table", AttributeError, "table is no parameter of this ModuleDict"),
-        ("head", AttributeError, "head is no parameter"),
+        ("table", AttributeError, "table is not a parameter of this ModuleDict"),
+        ("head", AttributeError, "head is not a parameter"),
         ("twins.0.weight", ValueError, "twins.0.weight is shared by several modules"),
         ("", ValueError, "twins.0.weight is shared by several modules"),
         ("lazy.weight", ValueError, "lazy.weight has no shape yet. Run the model on a batch"),

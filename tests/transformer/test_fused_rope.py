@@ -304,9 +304,9 @@ def _packed(bounds, t=T[:, 0]):
             lambda: rotate(T, FREQS[:5]),
             r"freqs has shape \[5, 1, 1, 8\] and t \[6, 2, 3, 12\]. Pass .* at least 6 positions",
         ),
-        (lambda: rotate(T, FREQS[..., :7]), "an even number of channels"),
+        (lambda: rotate(T, FREQS[..., :7]), "number of channels must be even"),
         (lambda: rotate(T[..., :6], FREQS), "at most 6"),
-        (lambda: rotate(T, FREQS[..., :0]), "an even number of channels"),
+        (lambda: rotate(T, FREQS[..., :0]), "number of channels must be even"),
         (lambda: rotate(T, FREQS[:, 0, 0]), r"freqs has shape \[6, 8\]"),
         (lambda: rotate(T, FREQS.expand(6, 2, 1, 8)), r"Pass \[positions, 1, 1, channels\]"),
         (

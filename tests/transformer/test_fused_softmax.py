@@ -111,7 +111,7 @@ def test_a_mask_function_of_ones_own_gets_float32_and_its_rows_may_be_empty():
 
 def test_causal_with_other_numbers_of_queries_and_keys():
     module, scores = layer(kind=CAUSAL), torch.randn(1, 2, 3, 5)
-    with pytest.raises(ValueError, match="as many queries as keys. For others pass a mask"):
+    with pytest.raises(ValueError, match="as many queries as keys. For other shapes pass a mask"):
         module(scores, None)
     mask = torch.ones(3, 5, dtype=torch.bool).triu(3)
     for function in (masked, None):

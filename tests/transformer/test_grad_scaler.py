@@ -48,7 +48,7 @@ def test_tensors_in_parts(two):
         assert both == flat
         assert alone
         assert undivided == 12
-        outside = f"rank {rank} is not in the group. Pass one that it is in"
+        outside = f"rank {rank} is not in the group. Pass a group that contains it"
         assert said[0] == "AssertionError: 3 is not divisible by 2"
         assert [f"Error: group: {outside}" in text for text in said[1:3]] == [True, True]
         assert f"Error: GradScaler: {outside}" in said[3]

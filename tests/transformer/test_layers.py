@@ -37,7 +37,7 @@ def test_marked(layer):
 @each_layer
 def test_the_mark_is_not_taken_by_position(layer):
     """It would be another argument of the norm, and gradients would not be added up."""
-    with pytest.raises(TypeError, match="arguments by position"):
+    with pytest.raises(TypeError, match="positional arguments"):
         layer(8, 1e-5, *[True] * (1 + (layer is layers.FusedLayerNorm)))
 
 

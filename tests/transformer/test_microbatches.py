@@ -87,8 +87,8 @@ def test_rank_0_logs(caplog):
         ([6, 6, -1], (24, 2, 3), "by 6 over -1 samples"),
         ([6, 6], (24, 2, 3), r"rampup_batch_size is \[6, 6\]; pass \(start_batch_size"),
         ([6, 0, 900], (24, 2, 3), "batch_size_increment is 0; pass a positive number"),
-        ([6, 5, 900], (24, 2, 3), "no ramp-up from batches of 6 to 24 by 5 over 900 samples"),
-        ([30, 6, 900], (24, 2, 3), "no ramp-up from batches of 30 to 24 by 6"),
+        ([6, 5, 900], (24, 2, 3), "cannot ramp up batches from 6 to 24 by 5 over 900 samples"),
+        ([30, 6, 900], (24, 2, 3), "cannot ramp up batches from 30 to 24 by 6"),
     ],
 )
 def test_errors(rampup, sizes, match):

@@ -68,7 +68,10 @@ def test_stages_of_tensor_parallel_ranks(four):
 @pytest.mark.dist
 def test_neighbours(four):
     for missing, kind, overlap in four.run(jobs.neighbours):
-        assert missing == "recv_backward: tensor_shape is None; pass that of what is received."
+        assert (
+            missing
+            == "recv_backward: tensor_shape is None; pass the shape of the tensor to receive."
+        )
         assert kind == "recv_forward: async_comm is 1; pass a bool."
         assert "(overlap_p2p_comm=True) is not in apex" in overlap
 
@@ -80,7 +83,7 @@ def test_norms_means_and_refusals(four):
         for text, part in zip(
             texts,
             [
-                "2 models on one stage; pass one",
+                "got 2 models for one stage; pass one",
                 "tensor_shape is None; pass (sequence, micro_batch, features)",
                 "there is no argument tensor_shap.",
                 "micro-batch 5 of 2 samples is not in a batch of [11]; pass 6 micro-batches",
@@ -114,7 +117,7 @@ def test_calculator(no_calculator):
     utils.update_num_microbatches(60)
     assert (utils.get_num_microbatches(), utils.get_current_global_batch_size()) == (2, 8)
     calculator = utils._GLOBAL_NUM_MICROBATCHES_CALCULATOR
-    with pytest.raises(ValueError, match="_reconfigure_microbatch_calculator replaces it"):
+    with pytest.raises(ValueError, match="Replace it with _reconfigure_microbatch_calculator"):
         utils.setup_microbatch_calculator(0, None, 16, 2, 2)
     with pytest.raises(ValueError, match="global batch size 5 is not divisible"):
         utils._reconfigure_microbatch_calculator(0, None, 5, 2, 2)

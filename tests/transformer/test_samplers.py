@@ -79,7 +79,7 @@ def test_with_a_loader():
 @pytest.mark.parametrize("sampler", [MegatronPretrainingSampler, MegatronPretrainingRandomSampler])
 def test_errors(sampler):
     for args, match in [
-        ((0, 0, 1, 0, 1), "total_samples is 0: no sample to consume"),
+        ((0, 0, 1, 0, 1), "total_samples is 0, so there is no sample to consume"),
         ((10, -1, 1, 0, 1), "consumed_samples is -1; pass 0 or more"),
         ((10, 0, 0, 0, 1), "local_minibatch_size is 0; pass a positive number"),
         ((10, 0, 1, 2, 2), "data_parallel_rank is 2 of data_parallel_size 2"),

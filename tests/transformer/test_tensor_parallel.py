@@ -83,8 +83,8 @@ def test_groups_that_cannot_be(four):
             "pipeline_model_parallel_split_rank_ is 2 with pipeline_model_parallel_size_ 2",
             "backend 'carrier pigeon' is not available; pass None",
             "apex.transformer.parallel_state.initialize_model_parallel(init_mpi_proc_group=True)",
-            "apex.transformer.parallel_state, model_parallel: there is no groups yet",
-            "there are groups already",
+            "apex.transformer.parallel_state, model_parallel: there is no group yet",
+            "the groups exist already",
             "apex.transformer.parallel_state, amax_reduction: there is no group of this kind",
         ],
         strict=True,
@@ -193,8 +193,8 @@ def test_targets_outside_of_the_classes_and_errors(four):
 
 def test_random_number_tracker(four):
     for texts in four.run(jobs.tracker):
-        assert "state 'a' is there already" in texts[0]
-        assert "seed 1 is there already" in texts[1]
+        assert "state 'a' exists already" in texts[0]
+        assert "seed 1 exists already" in texts[1]
         assert "there is no state 'c'" in texts[2]
 
 
@@ -209,7 +209,9 @@ def test_recomputed_activations(four, distribute, buffered):
 def test_distributed_activations_take_a_part_of_the_memory(four):
     for found, warning in four.run(jobs.kept):
         assert found == [1024, 256]
-        assert warning.endswith("no argument requires a gradient, so the weights inside get none")
+        assert warning.endswith(
+            "no argument requires a gradient, so the weights inside get no gradients"
+        )
 
 
 def test_broadcast(four):

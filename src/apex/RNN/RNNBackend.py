@@ -179,9 +179,13 @@ def _cells(given: Any, num_layers: int) -> list[RNNCell]:
     inputs = [cell.input_size for cell in given[1:]]
     if len(set(widths)) > 1 or {*inputs} - {given[0].output_size}:
         raise ArgumentError(
-            f"the cells have (output_size, hidden_size, n_hidden_states) {widths}, and the second "
-            f"to last input_size {inputs}. These must be equal, and input_size the output_size."
+            f"the cells have (output_size, hidden_size, n_hidden_states) {widths}, and from the "
+            f"second cell on input_size {inputs}. All cells must have the same sizes, with an "
+            "input_size equal to the output_size."
         )
     if len(set(given)) != num_layers:
-        raise ArgumentError("a cell is in the list twice; pass cell.new_like(), as each has state.")
+        raise ArgumentError(
+            "a cell is in the list twice; pass cell.new_like(), because each cell has its own "
+            "state."
+        )
     return list(given)

@@ -107,9 +107,10 @@ class RNNCell(nn.Module):
         found = _torch_layer(cell)
         if projected and found is not None and found.update is None:
             raise ArgumentError(
-                f"a GRU's output_size is {output_size} and its hidden_size {hidden_size}: its new "
-                "state is an average of two of these widths. Leave output_size out, and put a "
-                "torch.nn.Linear after the network."
+                f"a GRU's output_size is {output_size} and its hidden_size {hidden_size}; they "
+                "must be equal, because its new state is an average of the old state and a "
+                "candidate state. Leave output_size out, and put a torch.nn.Linear after the "
+                "network."
             )
         for name, is_there, shape in (
             ("w_ih", True, (gates, input_size)),
@@ -293,9 +294,9 @@ def run_layer(cell: RNNCell, input: Tensor, collect: bool) -> tuple[Tensor, tupl
     left, left_in = cell.__dict__.get("_left", (None, -1))
     if backward not in (-1, left_in) and cell.hidden is left:
         raise RuntimeError(
-            "apex.RNN: this forward runs in a backward pass, as under torch.utils.checkpoint, and "
-            "would start from the states that the last forward left, not from those that it "
-            "started from. Call reset_hidden(batch size) first, or set cell.hidden."
+            "apex.RNN: this forward runs inside a backward pass, as under torch.utils.checkpoint. "
+            "It would start from the states that the last forward left, not from the states of the "
+            "original forward. Call reset_hidden(batch size) first, or set cell.hidden."
         )
     found = None if collect else _whole_sequence(cell)
     if found is not None:

@@ -83,7 +83,7 @@ _TREES = "walk nested lists and dicts"
 _DEBUG = "find the operation that made the first NaN"
 _WATCHES, _SCRIPTS = ("apex.debug",), ("apex debug",)
 _LOGS = (*_SCRIPTS, "amp.init(verbose=True)")
-_NO_LINES = "apex debug looks at the model alone, as with --no-lines"
+_NO_LINES = "apex debug looks only at the model, as with --no-lines"
 _CAPTURE = "notice what a replay of a graph would not see"
 
 NAMES = (
@@ -105,7 +105,7 @@ NAMES = (
     Name("torch._C._set_tracing_state", "wait for a parameter in the middle of torch.jit.trace"),
     Name("torch._C._current_graph_task_id", "know in which backward pass a function is called"),
     Name("torch._C._cuda_getDevice", "ask which GPU is the current one",
-         "kernels are launched inside of torch.cuda.device: slower", instead.nothing),
+         "kernels are launched inside torch.cuda.device: slower", instead.nothing),
     # -- the dispatcher ----------------------------------------------------------------------------
     Name("torch._C.DispatchKey", _LAYER_CASTS),
     Name("torch._C.DispatchKeySet", _LAYER_CASTS),
@@ -120,7 +120,7 @@ NAMES = (
     Name("torch._C._functorch.maybe_current_level", "see that a transform runs a model",
          features=_WATCHES),
     Name("torch._C.DisableTorchFunction", "call torch's functions without the modes around them"),
-    Name("torch._C.DisableTorchFunctionSubclass", "use parameters that are on their way"),
+    Name("torch._C.DisableTorchFunctionSubclass", "use parameters that are still being gathered"),
     Name("torch.ops.mkldnn._is_mkldnn_bf16_supported", "ask whether an LSTM can be bfloat16",
          "an LSTM is cast as for a CPU that has no bfloat16", instead.no),
     Name("torch.ops.mkldnn._is_mkldnn_fp16_supported", "ask whether this CPU has float16 products",
@@ -275,7 +275,7 @@ ATTRIBUTES = (
                _CAPTURE, ("amp.capture",)),
     Attributes("torch.optim.lr_scheduler.LRScheduler", "_initial_step _last_lr",
                "tell a schedule's own calls and states from others",
-               effect="apex check may take a schedule for one that was called early"),
+               effect="apex check may report by mistake that a schedule was called early"),
     Attributes("torch.optim.lr_scheduler.LRScheduler.step", "_opt_called",
                "tell a schedule that a skipped step was a step",
                effect="a schedule may warn that it was called before its optimizer"),
@@ -306,7 +306,7 @@ ATTRIBUTES = (
                effect="where apex check measures it calls them twice"),
     Attributes("torch.amp.autocast_mode.autocast", "_cache_enabled",
                "see whether autocast keeps the weights that it casts",
-               effect="apex check does not see stale ones"),
+               effect="apex check does not see stale copies of weights"),
     Attributes("torch.autograd.graph.Node", "_sequence_nr", _DEBUG, ("apex.debug",)),
     Attributes("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator",
                "recompute with the casts of the forward",

@@ -65,8 +65,8 @@ OUT_OF_SCOPE = {
     "apex.transformer.testing.standalone_bert": _BLOCK,
     "apex.transformer.testing.standalone_gpt": _BLOCK,
     "apex.transformer.testing.standalone_transformer_lm": _BLOCK,
-    "fused_adam_cuda": "apex.optimizers.FusedAdam. It is missing on purpose: fairseq would take "
-    "fused_adam_cuda instead, and call it once for each tensor",
+    "fused_adam_cuda": "apex.optimizers.FusedAdam. It is missing on purpose, because fairseq would "
+    "then use fused_adam_cuda and call it once for each tensor",
 }
 
 # A compiled module -> the part of Apex that used it, which is here, or in the tables above.

@@ -380,8 +380,8 @@ def _check_step(state: Mapping[str, Any], args: Sequence[Any], kwargs: Any) -> N
 
 def _about_float16(optimizer: Any) -> str:
     name = type(optimizer).__name__
-    remedy = f"""{name} takes no scale. Use an optimizer of apex.optimizers, or float32 parameters
-        with autocast or the MixedPrecisionPolicy of fully_shard."""
+    remedy = f"""{name} does not accept a scale. Use an optimizer of apex.optimizers, or float32
+        parameters with autocast or the MixedPrecisionPolicy of fully_shard."""
     if _takes_scale(optimizer):
         remedy = f"""Leave unscale_() out: step() hands the scale to {name}. To clip, call
             scaler.clip_grad_norm_(optimizer, max_norm)."""

@@ -106,7 +106,9 @@ def _optimizers(given: Any) -> list[Any]:
                 "(wrapper.optimizer)."
             )
         if watch_of(one) is not None:
-            raise RuntimeError("apex.debug.watch: this optimizer is watched already; close() first")
+            raise RuntimeError(
+                "apex.debug.watch: another watch watches this optimizer already; close() it first"
+            )
     if not optimizers:
         raise ValueError(
             "apex.debug.watch: optimizer was an empty list; pass the optimizer that updates the "

@@ -271,7 +271,7 @@ class _Explanation:
         if shows == [True, False] * 2:
             return self._make(
                 "compiled",
-                "The compiled model gives values that are not finite, and the same model "
+                "The compiled model returns values that are not finite, and the same model "
                 "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
             )
         self._note_unwatched()

@@ -96,7 +96,7 @@ class Growth:
         if last.step == first.step + 1:
             which = f"update of step {first.step}"
         return (
-            f" The {which} took the norm of {names.get(id(self._sampled[place])) or 'a weight'} "
+            f" The {which} raised the norm of {names.get(id(self._sampled[place])) or 'a weight'} "
             f"from {smaller[place]:.3g} to {max(sizes):.3g}{gradient}: clip gradients "
             "(torch.nn.utils.clip_grad_norm_) or lower the learning rate."
         )

@@ -153,8 +153,9 @@ def _check_masters(saved: Sequence[Sequence[torch.Tensor]], groups: Groups) -> N
     found, wanted = ([[tuple(x.shape) for x in group] for group in of] for of in (saved, groups))
     if found != wanted:
         raise ValueError(
-            f"FP16_Optimizer: the saved masters have the shapes {found}, by group; this "
-            f"optimizer's have {wanted}. Make model and groups as they were when it was saved."
+            f"FP16_Optimizer: the saved masters have the shapes {found}, by group; the masters of "
+            f"this optimizer have {wanted}. Make the same model and groups as when the state was "
+            "saved."
         )
 
 
@@ -169,9 +170,10 @@ def _refuse_order_of_2018(saved: Mapping[str, Any], optimizer: Any) -> None:
         keys, state = group["params"], saved["state"]
         if _fits(keys, [*half, *rest], state) and not _fits(keys, present, state):
             raise ValueError(
-                "FP16_Optimizer: the optimizer's state was saved before July 2018, when the "
-                "float32 parameters of a group came last. Put float32 and 16-bit parameters into "
-                "groups of their own before saving, or load the model and the masters alone."
+                "FP16_Optimizer: the optimizer's state was saved before July 2018, when "
+                "FP16_Optimizer stored the float32 parameters of a group last. Put float32 and "
+                "16-bit parameters into separate groups before saving, or load only the model and "
+                "the masters."
             )
 
 

@@ -117,7 +117,7 @@ class FP16_Optimizer(MasterOptimizer):
         cpu_float16.begin(torch.float16, {param.device.type for param in halves})
         self.maybe_print(
             f"FP16_Optimizer: {len(self.all_fp16_params)} parameters of 16 bits with float32 "
-            f"masters; {len(self.all_fp32_from_fp32_params)} others need none."
+            f"masters; {len(self.all_fp32_from_fp32_params)} float32 parameters without."
         )
 
     @functools.cached_property
@@ -261,7 +261,10 @@ class FP16_Optimizer(MasterOptimizer):
         """
         self._update_pending()
         if self.overflow:
-            _speech.say("FP16_Optimizer: gradients hold inf or nan; there are none to inspect.")
+            _speech.say(
+                "FP16_Optimizer: gradients contain inf or nan, so there are no gradients to "
+                "inspect."
+            )
             return None
         return [
             [None if param.grad is None else param.grad.data for param in group["params"]]
@@ -335,7 +338,7 @@ class FP16_Optimizer(MasterOptimizer):
     def _too_many(self) -> str:
         return (
             f"FP16_Optimizer: gradients were not finite {MAX_OVERFLOWS} times in a row, down to a "
-            f"loss scale of {self.loss_scale}. Look for inf and nan in the loss itself, with "
+            f"loss scale of {self.loss_scale}. Look for inf and nan in the loss itself with "
             "torch.autograd.set_detect_anomaly(True)."
         )
 

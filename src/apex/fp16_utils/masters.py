@@ -32,11 +32,14 @@ class MasterOptimizer(WrappedOptimizer):
     def __init__(self, init_optimizer: Any) -> None:
         super().__init__(init_optimizer)
         if isinstance(init_optimizer, MasterOptimizer):
-            raise TypeError("FP16_Optimizer: init_optimizer is an FP16_Optimizer already.")
+            raise TypeError(
+                "FP16_Optimizer: init_optimizer is an FP16_Optimizer already. Pass the optimizer "
+                "that it wraps."
+            )
         if hasattr(init_optimizer, "_amp_stash"):
             raise RuntimeError(
                 "FP16_Optimizer: the optimizer went through amp.initialize, which keeps masters "
-                "and scales the loss itself. Use one of the two."
+                "and scales the loss itself. Use only one of the two."
             )
         self.fp16_groups: Groups = []
         self.fp32_from_fp16_groups: Groups = []
@@ -198,11 +201,12 @@ def _check(new: Sequence[torch.Tensor], taken: set[int]) -> None:
         if is_sharded(param):
             raise TypeError(
                 "FP16_Optimizer: a parameter is sharded over ranks, and each rank would see only "
-                "the overflows of its own shard. Use amp.initialize, where ranks decide together."
+                "the overflows of its own shard. Use amp.initialize, with which all ranks skip a "
+                "step together."
             )
         if id(param) in taken:
             raise ValueError(
                 f"FP16_Optimizer: a parameter of shape {list(param.shape)} is in the groups twice, "
-                "or is there beside its master. Pass each parameter once."
+                "or together with its master. Pass each parameter once."
             )
         taken.add(id(param))

@@ -29,7 +29,7 @@ def content(file: Path) -> list[Row]:
     if isinstance(found, dict):
         found = [{"op": name, **row} for name, row in found.items() if isinstance(row, dict)]
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise ValueError("it is no list of rows")
+        raise ValueError("it is not a list of rows")
     return found
 
 
@@ -57,8 +57,12 @@ def read(file: Path, check: Check, concerns: Callable[[Row], bool]) -> list[Row]
     except (OSError, ValueError) as error:
         wrong.append(f"it cannot be read: {error}")
     if wrong:
-        said = f"apex: {file} is damaged, rows are left out: {' '.join(wrong)}"
-        warnings.warn(f"{said} Results stay right; install apex again.", RuntimeWarning, 2)
+        said = f"apex: {file} is damaged, so apex ignores some rows: {' '.join(wrong)}"
+        warnings.warn(
+            f"{said} Results stay correct, but may be slower; install apex again.",
+            RuntimeWarning,
+            2,
+        )
     return found
 
 

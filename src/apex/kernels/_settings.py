@@ -185,15 +185,17 @@ def check(row: Row) -> None:
     if op not in OPS:
         raise ValueError(f"There is no operation {op!r}: choose from {', '.join(OPS)}.")
     if row.get("dtype") not in DTYPES:
-        raise ValueError(f"{op}: dtype is {row.get('dtype')!r}; it is one of {', '.join(DTYPES)}.")
+        raise ValueError(
+            f"{op}: dtype is {row.get('dtype')!r}; it must be one of {', '.join(DTYPES)}."
+        )
     size, choice = row.get("size"), row.get("choice")
     names = OPS[op].size
     if not isinstance(size, list) or len(size) != len(names) or not all(map(_counts, size)):
         raise ValueError(
-            f"{op}: size is {size!r}; it is a list of {', '.join(names) or 'nothing'}."
+            f"{op}: size is {size!r}; it must be a list of {', '.join(names) or 'nothing'}."
         )
     if not isinstance(choice, dict) or {*choice} != {*OPS[op].choice}:
-        raise ValueError(f"{op}: choice is {choice!r}; it has {', '.join(OPS[op].choice)}.")
+        raise ValueError(f"{op}: choice is {choice!r}; it must have {', '.join(OPS[op].choice)}.")
     for name, value in choice.items():
         _check_number(f"{op}: {name}", value, name)
     said = impossible(size, choice)
@@ -208,9 +210,9 @@ def _counts(value: object) -> bool:
 def _check_number(what: str, value: object, name: str) -> None:
     least, most = LIMITS[name]
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{what} is {value!r}; it is an integer from {least} to {most}.")
+        raise ValueError(f"{what} is {value!r}; it must be an integer from {least} to {most}.")
     if name not in ("whole", "stages") and value & (value - 1):
-        raise ValueError(f"{what} is {value}; it is a power of 2.")
+        raise ValueError(f"{what} is {value}; it must be a power of 2.")
 
 
 def impossible(size: Iterable[int], choice: Choice) -> str:

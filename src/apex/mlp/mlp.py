@@ -134,6 +134,6 @@ class MLP(torch.nn.Module):
     def __prepare_scriptable__(self) -> torch.nn.Module:
         # torch.jit.script asks here first; its own error would be about *args.
         raise RuntimeError(
-            "MLP: torch.jit.script cannot compile it, because TorchScript knows no parameter by a "
-            "name that is made from a number. Use torch.compile or torch.jit.trace."
+            "MLP: torch.jit.script cannot compile this module, because TorchScript does not find "
+            "parameters by computed names. Use torch.compile or torch.jit.trace."
         )

@@ -141,7 +141,7 @@ def checked(name: str, lists: Lists, depths: Sequence[int]) -> list[list[torch.T
     if len(lists) not in depths:
         wanted = " or ".join(map(str, depths))
         raise RuntimeError(
-            f"tensor_lists.size() != depth: {name} takes {wanted} lists of tensors and got "
+            f"tensor_lists.size() != depth: {name} needs {wanted} lists of tensors and got "
             f"{len(lists)}."
         )
     for number, tensors in enumerate(lists):
@@ -187,7 +187,7 @@ def _check_tensor(
     if tensor.layout != torch.strided or not _is_taken(tensor):
         raise RuntimeError(
             f"A tensor was not contiguous. {name}, {where}: layout {tensor.layout}, shape "
-            f"{tuple(tensor.shape)}. Contiguous, channels_last and channels_last_3d are taken."
+            f"{tuple(tensor.shape)}. Pass contiguous, channels_last or channels_last_3d tensors."
         )
     if tensor.device != first.device:
         raise RuntimeError(
@@ -202,7 +202,7 @@ def _check_tensor(
     if not tensor.is_floating_point():
         kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
         raise RuntimeError(
-            f"\"{name}\" not implemented for '{kind}' ({where}). Floating types are taken."
+            f"\"{name}\" not implemented for '{kind}' ({where}). Pass a floating type."
         )
 
 
@@ -233,7 +233,7 @@ def flag_to_set(flag: torch.Tensor, device: torch.device) -> AbstractContextMana
     """A one-element flag on ``device``; what is set there in this block is set in ``flag``."""
     first = flag.detach().reshape(-1)[:1]
     if first.numel() != 1:
-        raise RuntimeError("The noop_flag is empty; a tensor of one element is needed.")
+        raise RuntimeError("The noop_flag is empty; pass a tensor of one element.")
     return tensor_lists.flag_to_set(first, device)
 
 

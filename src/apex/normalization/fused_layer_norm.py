@@ -283,11 +283,11 @@ class _AlwaysAffine(_RowNorm):
         name = type(self).__name__
         if not kwargs.get("elementwise_affine", True):
             raise RuntimeError(
-                f"{name} always has a weight: elementwise_affine=False is not possible. "
-                f"Use {name.removeprefix('Mixed')}."
+                f"{name} always has a weight, so elementwise_affine=False is not possible. Use "
+                f"{name.removeprefix('Mixed')}."
             )
         if "elementwise_affine" in kwargs:
-            said = f"{name} always has a weight: elementwise_affine is not needed"
+            said = f"{name} always has a weight, so elementwise_affine is not needed"
             warnings.warn(said, stacklevel=2)
         super().__init__(normalized_shape, eps, True, memory_efficient, device=device, dtype=dtype)
 

@@ -72,14 +72,15 @@ class batch_invariant:  # lower case, like torch.set_grad_enabled: used as a fun
         self.off()
         if not callable(function):
             raise TypeError(
-                "batch_invariant() takes a function to decorate, as in @batch_invariant(); got "
-                f"{type(function).__name__}. The call without one turns it on from then on"
+                f"batch_invariant() got {type(function).__name__}; pass a function to decorate, as "
+                "in @batch_invariant(). Without an argument the call turns batch invariance on "
+                "until you turn it off"
             )
         if any(runs_later(function) for runs_later in _RUN_LATER):
             name = getattr(function, "__name__", repr(function))
             raise TypeError(
-                f"batch_invariant: the body of {name} runs after the call (yield or "
-                "async), when it would be off; write `with batch_invariant():` into the body"
+                f"batch_invariant: the body of {name} runs after the call (yield or async), when "
+                "batch invariance is off again; write `with batch_invariant():` in the body"
             )
 
         @functools.wraps(function)

@@ -94,9 +94,9 @@ class _ByRow(op):
         why = _runtime.why_not_triton(x.device.type)
         raise RuntimeError(
             f"batch_invariant: there is no kernel for this call of {self.name} ({x.dtype} on "
-            f"{x.device}{'; ' + why if why else ''}), and what PyTorch's functions compute of a "
-            "row depends on its batch there. Pass float32, float16 or bfloat16 on a GPU with "
-            "Triton, without torch.func and create_graph; or leave batch_invariant."
+            f"{x.device}{'; ' + why if why else ''}), and PyTorch's functions for that device "
+            "compute a row differently in another batch. Pass float32, float16 or bfloat16 on a "
+            "GPU with Triton, without torch.func and create_graph; or leave batch_invariant out."
         )
 
 

@@ -94,5 +94,5 @@ def check_unused(name: str, **options: int) -> None:
     for key, value in options.items():
         if not isinstance(value, int):
             raise ArgumentError(
-                f"{name}: {key} is {value!r}; pass an integer or bool. It has no effect."
+                f"{name}: {key} is {value!r}; pass an integer or bool. apex ignores its value."
             )

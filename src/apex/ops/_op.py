@@ -497,8 +497,8 @@ class op:  # lower case, like torch.autocast: used as a function
         if not set(self.tensors) <= set(saved):
             missing = ", ".join(name for name in self.tensors if name not in saved)
             raise RuntimeError(
-                f"{self.name}: memory_efficient=True keeps no {missing}, so that gradients of "
-                "gradients (create_graph=True) cannot be computed; pass memory_efficient=False."
+                f"{self.name}: with memory_efficient=True {missing} is not saved, which gradients "
+                "of gradients (create_graph=True) need; pass memory_efficient=False."
             )
         if not wanted:
             return {}

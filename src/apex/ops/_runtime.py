@@ -49,7 +49,7 @@ def why_not_triton(device_type: str = "cuda") -> str | None:
     if device_type != "cuda":
         return f"Triton has no kernels for {device_type}"
     if not torch.cuda.is_available():
-        return "no GPU that torch can use"
+        return "torch finds no GPU that it can use"
     return _missing()
 
 

@@ -56,7 +56,9 @@ def check(row: _measured.Row) -> None:
     for clock in CLOCKS:
         number = row.get(clock)
         if type(number) is not int or number < 1:
-            raise ValueError(f"{row['op']}: {clock} is {number!r}; it is an integer from 1 on.")
+            raise ValueError(
+                f"{row['op']}: {clock} is {number!r}; it must be an integer of 1 or more."
+            )
 
 
 class prefer:  # lower case, like torch.set_grad_enabled: used as a function

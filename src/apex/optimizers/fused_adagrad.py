@@ -90,6 +90,7 @@ class FusedAdagrad(FusedOptimizer):
         if self.adagrad_w_mode and group["weight_decay"]:
             raise ValueError(
                 "FusedAdagrad: torch.optim.Adagrad has no decoupled weight decay; with "
-                "adagrad_w_mode=True and weight_decay it would compute something else."
+                "adagrad_w_mode=True and weight_decay it would compute something else. Save "
+                "state_dict()."
             )
         return {**group, **TORCH_ONLY, "lr_decay": 0, "initial_accumulator_value": 0}

@@ -194,7 +194,7 @@ class FusedSGD(FusedOptimizer):
         if self.wd_after_momentum and group["weight_decay"] and group["momentum"]:
             raise ValueError(
                 "FusedSGD: torch.optim.SGD adds the weight decay before the momentum; with "
-                "wd_after_momentum=True it would compute something else."
+                "wd_after_momentum=True it would compute something else. Save state_dict()."
             )
         return {**group, **TORCH_ONLY}
 

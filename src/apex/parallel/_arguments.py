@@ -80,7 +80,7 @@ def indices(
     found = sorted(index.get(id(param), -1) for param in params)
     if -1 in found:
         raise ValueError(
-            f"DistributedDataParallel: {name} holds something that is no parameter of the module. "
-            "Pass parameters of the module."
+            f"DistributedDataParallel: {name} contains something that is not a parameter of the "
+            "module. Pass parameters of the module."
         )
     return tuple(found)

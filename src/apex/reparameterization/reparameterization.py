@@ -176,7 +176,7 @@ def _parameter(owner: torch.nn.Module, leaf: str, name: str) -> torch.nn.Paramet
             )
     weight = _own(owner).get(leaf)
     if weight is None:
-        raise AttributeError(f"{name} is no parameter of this {type(owner).__name__}.")
+        raise AttributeError(f"{name} is not a parameter of this {type(owner).__name__}.")
     if torch.nn.parameter.is_lazy(weight):
         raise ValueError(f"{name} has no shape yet. Run the model on a batch first.")
     return weight

@@ -32,7 +32,7 @@ def refuse(name: str) -> NoReturn:
     """Raise the error for a name of the table."""
     from apex import __version__
 
-    text = f"apex.transformer.{name} is not in apex {__version__}; use {REFUSED[name]}."
+    text = f"apex.transformer.{name} is not in apex {__version__}; use {REFUSED[name]} instead."
     raise NotImplementedError(text)
 
 

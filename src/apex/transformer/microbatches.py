@@ -128,9 +128,9 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         growth = global_batch_size - start_batch_size
         if growth < 0 or growth % batch_size_increment or ramup_samples < 0:
             raise ArgumentError(
-                f"no ramp-up from batches of {start_batch_size} to {global_batch_size} by "
-                f"{batch_size_increment} over {ramup_samples} samples: the difference has to be a "
-                "multiple of the increment, and nothing negative"
+                f"cannot ramp up batches from {start_batch_size} to {global_batch_size} by "
+                f"{batch_size_increment} over {ramup_samples} samples; the difference must be a "
+                "multiple of the increment, and no number negative"
             )
         self.start_batch_size = start_batch_size
         self.batch_size_increment = batch_size_increment

@@ -84,7 +84,7 @@ def initialize_model_parallel(
     if not (dist.is_available() and dist.is_initialized()):
         raise NotInitializedError("call torch.distributed.init_process_group first.")
     if model_parallel_is_initialized():
-        raise ArgumentError("there are groups already; call destroy_model_parallel first.")
+        raise ArgumentError("the groups exist already; call destroy_model_parallel first.")
     tensor, pipeline = tensor_model_parallel_size_, pipeline_model_parallel_size_
     split, virtual = pipeline_model_parallel_split_rank_, virtual_pipeline_model_parallel_size_
     _check(tensor, pipeline, virtual, split)
@@ -122,13 +122,16 @@ def _check(tensor: int, pipeline: int, virtual: int | None, split: int | None) -
         what = f"virtual_pipeline_model_parallel_size_ is {virtual} with {said}"
         raise ArgumentError(f"{what}; pass a positive number, with more than 2 stages.")
     if split is not None and pipeline > 1 and split not in range(pipeline):
-        raise ArgumentError(f"pipeline_model_parallel_split_rank_ is {split} with {said}.")
+        raise ArgumentError(
+            f"pipeline_model_parallel_split_rank_ is {split} with {said}; pass a stage from 0 to "
+            f"{pipeline - 1}."
+        )
 
 
 def _check_backends(*backends: str | None) -> None:
     for backend in filter(None, backends):
         if not dist.is_backend_available(backend):
-            raise ArgumentError(f"backend {backend!r} is not available; pass None for the usual.")
+            raise ArgumentError(f"backend {backend!r} is not available; pass None for the default.")
         if backend == "ucc":
             warnings.warn("UCC is experimental in PyTorch", ExperimentalWarning, stacklevel=3)
 
@@ -203,9 +206,9 @@ def _named(function: Callable[..., Any], name: str, doc: str) -> Callable[..., A
 
 def _group(name: str) -> Any:
     if name not in _STATE.groups:
-        why = "no groups yet. Call initialize_model_parallel first."
+        why = "no group yet. Call initialize_model_parallel first."
         if model_parallel_is_initialized():
-            why = f"no group of this kind that rank {dist.get_rank()} is in."
+            why = f"no group of this kind with rank {dist.get_rank()}."
         raise NotInitializedError(f"apex.transformer.parallel_state, {name}: there is {why}")
     return _STATE.groups[name]
 

@@ -98,6 +98,6 @@ def check_member(name: str, group: Any) -> None:
     """
     if torch.distributed.get_rank(group) < 0:
         raise ArgumentError(
-            f"{name}: rank {torch.distributed.get_rank()} is not in the group. Pass one that "
-            "it is in, as torch.distributed.new_group returns it to its members."
+            f"{name}: rank {torch.distributed.get_rank()} is not in the group. Pass a group that "
+            "contains it, as torch.distributed.new_group returns it to its members."
         )

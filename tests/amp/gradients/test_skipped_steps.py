@@ -248,7 +248,7 @@ def test_the_log_names_the_scaler_and_says_whose_gradients_they_are(
         optimizer.step()  # lines of a device come at the step after theirs
     assert capsys.readouterr().out.splitlines() == [
         "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 2.0",
-        "Gradients of a skipped step are still there.  Skipping step, loss scaler 1 keeping loss "
+        "Gradients of a skipped step were not cleared.  Skipping step, loss scaler 1 keeping loss "
         "scale 2.0",
     ]
     assert value(model) == [-1.0, -1.0]

@@ -334,8 +334,8 @@ def test_small_gradients_are_not_lost():
 def test_float16_with_an_optimizer_that_takes_no_scale(clip):
     param = leaf(4, dtype=torch.float16)
     for optimizer, said in (
-        (torch.optim.SGD([param], lr=0.1), "SGD takes no scale"),
-        (LARC(SGD([param])), "LARC takes no scale"),
+        (torch.optim.SGD([param], lr=0.1), "SGD does not accept a scale"),
+        (LARC(SGD([param])), "LARC does not accept a scale"),
     ):
         scaler = OURS("cpu", init_scale=8.0)
         scaler.scale(torch.ones(()))

@@ -180,7 +180,7 @@ def test_an_empty_panel_says_why():
     assert said == [
         "stopped by the time budget",
         "the time budget was too short for it",
-        "no level trained to its end beside O0",
+        "no level trained to its end together with O0",
     ]
     whole = plots._overview(lines(made.report(), verdicts(made.report())))
     assert not any("nothing to show" in t.get_text() for axes in whole.axes for t in axes.texts)

@@ -586,7 +586,7 @@ WORSE = (91.0, 91.2, 91.4)
         (
             {"O1": ((29.0,) * 3, RIGHT, STOPPED)},
             "Stay with float32 here: no level is faster, because this CPU has no float16 "
-            "arithmetic: even the fastest, O1, trains 0.03 times as fast.",
+            "arithmetic, and even the fastest, O1, trains 0.03 times as fast.",
         ),
     ],
 )
@@ -610,7 +610,7 @@ NO_HALF = {**made.CPU["device"], "half_types": [
         (  # of two seeds too: that many tell that a level takes three times as long
             [*level("O0", (1.0, 1.1)), *level("O1", (3.0, 3.2)), *level("O4", (1.5, 1.6))],
             "Stay with float32 here: no level is faster, because this CPU has no float16 and no "
-            "bfloat16 arithmetic: even the fastest, O4, trains 0.68 times as fast.",
+            "bfloat16 arithmetic, and even the fastest, O4, trains 0.68 times as fast.",
         ),
         (  # one was faster, but is no advice
             [*level("O0", accuracy=RIGHT), *level("O1", SLOW, RIGHT, DIFFERENT),

@@ -353,7 +353,7 @@ def test_unscaling_says_why_it_cannot_run(monkeypatch):
     monkeypatch.setattr(private, "amp_foreach_non_finite_check_and_unscale_", fail)
     line = info.live_paths(["cpu"])[2]
     assert line.path == "unavailable"
-    assert line.why.endswith("does not run here: not built for this device")
+    assert line.why.endswith("cannot run: not built for this device")
 
 
 # --- what else is called apex --------------------------------------------------------------

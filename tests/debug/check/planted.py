@@ -215,7 +215,7 @@ PLANTED["unscale_amid_accumulation"] = Planted(
         backward=TWICE,
     ),
     {"scaler.unscale_(opt)\n    ": ""},
-    "gradients added after unscale_() count 256 times as much as those before, in 4 of 4",
+    "gradients added after unscale_() count 256 times as much as those added before",
 )
 PLANTED["update_for_each_optimizer"] = Planted(
     "update-before-step",
@@ -491,13 +491,13 @@ PLANTED["scaler_not_loaded"] = Planted(
     "scaler-not-loaded",
     scheduled(load=without("scaler", RESUME)),
     {"schedule.load_state": "scaler.load_state_dict(of_scaler)\nschedule.load_state"},
-    "the checkpoint has the scale {0:g}, and this run went on at 4.1943e+06",
+    "the checkpoint has the scale {0:g}, and this run continued at 4.1943e+06",
 )
 PLANTED["schedule_not_loaded"] = Planted(
     "scheduler-not-loaded",
     scheduled(load=without("schedule", RESUME)),
     {"scaler.load_state": "schedule.load_state_dict(of_schedule)\nscaler.load_state"},
-    "the checkpoint has a schedule with the count {1:g}, and this run went on at 0",
+    "the checkpoint has a schedule with the count {1:g}, and this run continued at 0",
 )
 
 # --- autocast ------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_findings_are_there_after_an_error():
     [
         ((), {"steps": 0}, ValueError, "steps was 0; it must be 1 or more"),
         ((), {"ignore": ["sums"]}, ValueError, "there is no kind 'sums'"),
-        ((nn.Linear(1, 1),), {}, TypeError, "pass the optimizer that was made before the block"),
+        ((nn.Linear(1, 1),), {}, TypeError, "pass the optimizers that the program made"),
     ],
 )
 def test_what_is_refused(words, options, error, message):

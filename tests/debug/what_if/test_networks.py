@@ -53,7 +53,7 @@ FAULTY = {
     networks.long_stream: (["O1", "O2"], [], [], "sums of float16 numbers at O1, and `"),
     networks.padding_of_a_billion: (["O1", "O2"], [], [], "RuntimeError: value cannot"),
     networks.powers_of_scores: (["O1", "O2"], [], [], "the whole model fails: the loss is nan"),
-    networks.late_times: (["O5"], [], [], "bfloat16 computes each layer alone well. At O5"),
+    networks.late_times: (["O5"], [], [], "bfloat16 computes each layer well by itself. At O5"),
     networks.distances: (["O1", "O4"], [], [], "in float32 0."),
     networks.features_in_float32: (["O2", "O5"], [], [], "At O5 the whole model fails: RuntimeErr"),
     networks.small_differences: (["O4", "O5"], ["2"], [], "At O4 and O5 the whole model fails"),

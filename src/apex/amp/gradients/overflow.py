@@ -139,7 +139,7 @@ class Overflow:
             )
             if not report.is_new:
                 text = (
-                    "Gradients of a skipped step are still there.  Skipping step, loss scaler "
+                    "Gradients of a skipped step were not cleared.  Skipping step, loss scaler "
                     f"{report.loss_id} keeping loss scale {report.scale}"
                 )
             _speech.say(text, logging.WARNING)

@@ -20,13 +20,11 @@ FP32_FUNCS = """
 BANNED_FUNCS = [
     (
         "binary_cross_entropy",
-        "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss`: "
-        "its input must already be float32, and here it is 16-bit.\n\n"
-        "What to do, best first:\n"
-        "  1. use `binary_cross_entropy_with_logits` / `nn.BCEWithLogitsLoss` on the values "
-        "before the sigmoid: it is safe and faster;\n"
-        "  2. `amp.register_float_function(torch, 'sigmoid')` before `amp.initialize` or "
-        "`amp.init`, or pass `input.float()`;\n"
-        "  3. `amp.init(allow_banned=True)`, which casts the inputs to float32.",
+        "\namp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss`. "
+        "Its input must be float32, but it is 16-bit.\n\nWhat to do, best first:\n  1. use "
+        "`binary_cross_entropy_with_logits` / `nn.BCEWithLogitsLoss` on the values before the "
+        "sigmoid: it is safe and faster;\n  2. `amp.register_float_function(torch, 'sigmoid')` "
+        "before `amp.initialize` or `amp.init`, or pass `input.float()`;\n  3. "
+        "`amp.init(allow_banned=True)`, which casts the inputs to float32.",
     )
 ]

@@ -29,7 +29,7 @@ HELP = (
 )
 GIB = 2**30
 WIDTH = 80  # columns; rows of paths are not broken, so that they can be copied
-INSTALLS = "Called apex here"
+INSTALLS = "Packages called apex"
 
 Row = Sequence[str]
 
@@ -234,7 +234,7 @@ def _unscaling(device: torch.device) -> Choice:
         private.amp_foreach_non_finite_check_and_unscale_([one], found_inf, one.clone())
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return "unavailable", f"torch's list kernel does not run here: {reason}"
+        return "unavailable", f"torch's list kernel cannot run: {reason}"
     if private.amp_foreach_non_finite_check_and_unscale_ is instead.check_and_unscale_:
         return "torch fused", "gradient by gradient: this torch lacks the function for lists"
     return "torch fused", "one call of torch._amp_foreach_non_finite_check_and_unscale_"

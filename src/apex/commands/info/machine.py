@@ -169,7 +169,7 @@ def _cuda_half_types(capability: tuple[int, int]) -> tuple[HalfType, ...]:
     return float16, HalfType("bfloat16", False, "needs compute capability 8.0: emulated, slow")
 
 
-def _unknown_half_types(why: str = "not known here") -> tuple[HalfType, ...]:
+def _unknown_half_types(why: str = "unknown for this device") -> tuple[HalfType, ...]:
     return tuple(HalfType(dtype, None, why) for dtype in CPU_HALF_FLAGS)
 
 

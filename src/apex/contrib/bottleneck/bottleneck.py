@@ -18,7 +18,7 @@ from apex.ops._function import Applied
 Tensor = torch.Tensor
 
 _USE = (
-    "It exchanged rows of an image that is split between GPUs. Split the batch instead "
+    "It exchanged rows of images that are split between GPUs. Split the batch instead "
     "(apex.parallel.DistributedDataParallel), or exchange rows by "
     "torch.distributed.batch_isend_irecv and use Bottleneck."
 )
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError(f"apex.contrib.bottleneck.{name} is left out. {REFUSED[name]}")
+    raise NotImplementedError(f"apex does not have apex.contrib.bottleneck.{name}. {REFUSED[name]}")
 
 
 class _Refused:
@@ -180,7 +180,8 @@ class Bottleneck(nn.Module):
         if (groups, dilation, norm_func) != (1, 1, None):
             raise ArgumentError(
                 f"Bottleneck: groups is {groups}, dilation {dilation} and norm_func {norm_func}. "
-                "Only 1, 1 and None are possible: use torchvision.models.resnet.Bottleneck."
+                "Only 1, 1 and None are supported; for others use "
+                "torchvision.models.resnet.Bottleneck."
             )
         self.downsample = None  # first, as there: optimizers number the parameters
         if stride != 1 or in_channels != out_channels:

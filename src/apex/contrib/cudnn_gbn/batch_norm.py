@@ -15,8 +15,8 @@ from apex.ops.norms.synced_batch_norm import group_of, synced, track
 
 #: Names of the original that are here and raise when they are used, with the reason.
 REFUSED = {
-    "GroupBatchNorm2d.get_peer_buffers": "Processes do not write into each other's memory here: a "
-    "group is a process group of torch.distributed.",
+    "GroupBatchNorm2d.get_peer_buffers": "In apex processes do not write into each other's memory. "
+    "Pass a process group of torch.distributed instead.",
 }
 
 

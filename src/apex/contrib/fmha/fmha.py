@@ -35,13 +35,13 @@ def lengths_of(name: str, qkv: Tensor, ends: Tensor, p_dropout: float, max_s: in
     lengths = [end - start for start, end in itertools.pairwise(at)]
     if at[:1] != [0] or at[-1] > len(qkv) or min(lengths, default=0) < 0:
         raise ArgumentError(
-            f"{name}: cu_seqlens is {at} for {len(qkv)} tokens. Pass the sums of the lengths so "
-            "far, from 0 to at most the number of tokens."
+            f"{name}: cu_seqlens is {at} for {len(qkv)} tokens. Pass the cumulative sums of the "
+            "lengths, from 0 to at most the number of tokens."
         )
     if max(lengths, default=0) > max_s:
         raise ArgumentError(
-            f"{name}: max_s is {max_s} and the longest sequence has {max(lengths)} tokens. Pass "
-            "at least that."
+            f"{name}: max_s is {max_s} and the longest sequence has {max(lengths)} tokens. Pass a "
+            f"max_s of at least {max(lengths)}."
         )
     return lengths
 
@@ -110,7 +110,7 @@ class FMHA(torch.nn.Module):
         if self.d * self.h != self.hidden_size:
             raise ArgumentError(
                 f"FMHA: hidden_size is {self.hidden_size} and num_attention_heads {self.h}. Pass a "
-                "hidden_size that the heads divide evenly."
+                "hidden_size that is divisible by the number of heads."
             )
 
     def forward(

@@ -76,7 +76,7 @@ class MultiheadAttnBase(torch.nn.Module):
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ArgumentError(
                 f"{name}: embed_dim is {embed_dim} and num_heads {num_heads}. Pass an embed_dim "
-                "that num_heads divides evenly."
+                "that is divisible by num_heads."
             )
         if not 0.0 <= dropout <= 1.0:
             raise ArgumentError(f"{name}: dropout is {dropout}; pass a number from 0 to 1.")
@@ -231,7 +231,7 @@ def _check(
     sizes = f"query has {target} steps of {batch} sequences and key {source} steps"
     check_shape(name, "key", key, (source, batch, layer.embed_dim), sizes)
     for word, tensor in unused.items():
-        reason = f"keys and values are made of one tensor, of shape {list(key.shape)}"
+        reason = f"the layer computes keys and values from one tensor, of shape {list(key.shape)}"
         check_shape(name, word, tensor, tuple(key.shape), reason)
     for word, mask, additive, rows in (
         ("key_padding_mask", key_padding_mask, layer.mask_additive, batch),

@@ -56,7 +56,7 @@ def attend(
     if rest or heads < 1 or not 0 <= dropout <= 1:
         raise ArgumentError(
             f"{name}: heads is {heads} for {query.shape[-1]} features, and dropout_prob {dropout}. "
-            "Pass heads that divide the features evenly, and a number from 0 to 1."
+            "Pass a number of heads that divides the features, and a dropout_prob from 0 to 1."
         )
     layer = _KINDS[name](
         embed_dim=query.shape[-1], num_heads=heads, head_dim=size, dropout=dropout, training=True,

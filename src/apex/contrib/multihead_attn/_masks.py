@@ -33,7 +33,7 @@ def check_mask(
     if not additive and mask.dtype not in (torch.bool, torch.uint8):
         raise ArgumentError(
             f"{name}: {key} is {mask.dtype}; pass torch.bool or torch.uint8, 1 where masked. Only "
-            "a key padding mask may hold numbers to add, with mask_additive=True."
+            "a key padding mask may contain numbers to add, with mask_additive=True."
         )
     check_shape(name, key, mask, shape, reason)
 

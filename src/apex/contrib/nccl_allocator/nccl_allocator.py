@@ -34,9 +34,10 @@ def _backend(name: str, group: Any = None) -> Any:
             found = private.get_backend(group, torch.device("cuda"))
     if not hasattr(found, "mem_allocator"):
         raise RuntimeError(
-            f"nccl_allocator.{name} needs a GPU and a process group of NCCL; there is "
+            f"nccl_allocator.{name} needs a GPU and an NCCL process group; there is "
             f"{'no GPU' if not torch.cuda.is_available() else 'no such group'}. Call "
-            'torch.distributed.init_process_group("nccl") first, or pass enabled=False to nccl_mem.'
+            'torch.distributed.init_process_group("nccl") first, or pass enabled=False to '
+            "nccl_mem."
         )
     return found
 
@@ -57,8 +58,8 @@ def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
         return torch.cuda.MemPool(allocator)
     if "symmetric" not in inspect.signature(torch.cuda.MemPool).parameters:
         raise RuntimeError(
-            f"create_nccl_mem_pool: torch {torch.__version__} makes no symmetric pool this way. "
-            "Leave symmetric out, or use torch.distributed._symmetric_memory."
+            f"create_nccl_mem_pool: torch {torch.__version__} cannot make a symmetric pool. Leave "
+            "symmetric out, or use torch.distributed._symmetric_memory."
         )
     return torch.cuda.MemPool(allocator, symmetric=True)  # type: ignore[call-arg]
 

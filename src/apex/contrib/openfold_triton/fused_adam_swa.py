@@ -96,8 +96,8 @@ class FusedAdamSWA(FusedOptimizer):
         for name, value in asked.items():
             if value:
                 raise NotImplementedError(
-                    f"FusedAdamSWA: {name}={value!r} is not supported; leave it out. "
-                    "apex.optimizers.FusedAdam has capturable and master_weights."
+                    f"FusedAdamSWA: {name}={value!r} is not supported; leave it out. Use "
+                    "apex.optimizers.FusedAdam for capturable and master_weights."
                 )
         if not isinstance(adam_math_mode, AdamMathType) or not 0 <= swa_decay_rate <= 1:
             raise ArgumentError(
@@ -233,8 +233,9 @@ class FusedAdamSWA(FusedOptimizer):
         """
         if copies or grads:
             raise RuntimeError(
-                "FusedAdamSWA has float32 weights and those of the model already. Leave it out of "
-                "amp.initialize, and pass the gradients' scale to step(grad_clip_scale=...)."
+                "FusedAdamSWA already has float32 weights besides those of the model. Leave it out "
+                "of amp.initialize, and pass the scale of the gradients to "
+                "step(grad_clip_scale=...)."
             )
         clip, self._clip_scale = self._clip_scale, None
         if noop is not None and noop.item():

@@ -17,9 +17,9 @@ def _layer_norm(
 ) -> torch.Tensor:
     if not inputs.is_contiguous() and (inputs.dim() != 4 or len(normalized_shape) != 1):
         raise ArgumentError(
-            f"LayerNormSmallShapeOptImpl: inputs of shape {[*inputs.shape]} are not contiguous "
-            f"and normalized_shape is {[*normalized_shape]}. Call inputs.contiguous(). Only four "
-            "dimensions that are normalized over the last one are taken as they are."
+            f"LayerNormSmallShapeOptImpl: inputs of shape {[*inputs.shape]} are not contiguous and "
+            f"normalized_shape is {[*normalized_shape]}. Call inputs.contiguous(). Only inputs of "
+            "four dimensions, normalized over the last one, may be non-contiguous."
         )
     if {weight.dtype, bias.dtype} != {inputs.dtype}:
         weight, bias = weight.to(wide(inputs)), bias.to(wide(inputs))

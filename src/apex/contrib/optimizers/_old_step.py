@@ -72,8 +72,8 @@ class OldStep(FusedOptimizer):
         listed = [norms] if one else list(norms)
         if len(listed) != len(self.param_groups):
             raise ValueError(
-                f"{self._name}: grad_norms held {len(listed)} norms, and there are "
-                f"{len(self.param_groups)} groups; pass one for each."
+                f"{self._name}: grad_norms contained {len(listed)} norms, and there are "
+                f"{len(self.param_groups)} groups; pass one norm for each group."
             )
         return listed
 
@@ -85,9 +85,9 @@ class OldStep(FusedOptimizer):
         wanted = [len(group["params"]) for group in self.param_groups]
         if sizes != wanted:
             raise ValueError(
-                f"{self._name}: {name} held {sizes} tensors by group, and the groups have "
-                f"{wanted} parameters. Pass an iterable for a single group, a list of lists for "
-                "several."
+                f"{self._name}: {name} contained {sizes} tensors by group, and the groups have "
+                f"{wanted} parameters. For a single group pass an iterable, for several groups a "
+                "list of lists."
             )
         pairs = [
             (param, tensor)

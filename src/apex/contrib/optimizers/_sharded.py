@@ -134,7 +134,7 @@ class ShardedOptimizer(ShardedParameters):
             ValueError: Another norm, or a parameter of another optimizer.
         """
         if float(norm_type) != 2.0:
-            raise ValueError(f"{self._name}: norm_type was {norm_type}; only 2.0 is computed.")
+            raise ValueError(f"{self._name}: norm_type was {norm_type}; only 2.0 is supported.")
         self.grad_sync()
         if force:
             self._measured = None
@@ -264,15 +264,18 @@ class ShardedOptimizer(ShardedParameters):
     ) -> None:
         """Take one step; as that of ``FusedOptimizer``, without ``copies`` and ``grads``."""
         if copies or grads:
-            raise RuntimeError(f"{self._name} has masters and gradients of its own.")
+            raise RuntimeError(
+                f"{self._name} has its own masters and gradients, so do not use it with "
+                "amp.initialize."
+            )
         self.param_sync()
         for bucket in self._buckets:
             if (param := bucket.moved()) is not None:
                 raise RuntimeError(
                     f"{self._name}: a parameter of shape {tuple(param.shape)} on {param.device} "
-                    "was given other memory: of another device or shape, or outside of the "
-                    "contiguous buffer. Move a model before making its optimizer, and write new "
-                    "values by copy_()."
+                    "got other memory (on another device, of another shape, or outside the "
+                    "contiguous buffer). Move a model before making its optimizer, and write new "
+                    "values with copy_()."
                 )
         self.grad_sync()
         is_known = noop is not None and not _runtime.waits(noop.device)

@@ -89,7 +89,7 @@ class ShardedGradients(FusedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError(
-            f"{self._name} cannot be copied or pickled: it has hooks and process groups. "
+            f"{self._name} cannot be copied or pickled, because it has hooks and process groups. "
             "Save its state_dict()."
         )
 
@@ -114,9 +114,15 @@ class ShardedGradients(FusedOptimizer):
             if hasattr(param, "placements"):
                 problem = "is a DTensor, which is sharded already. Use FusedAdam for it"
             elif param.device != first[0].device:
-                problem = f"is on {param.device}, and another one on {first[0].device}. Move one"
+                problem = (
+                    f"is on {param.device}, and another parameter is on {first[0].device}. Move "
+                    "one of them"
+                )
             elif param.is_meta or (nccl and not param.is_cuda):
-                problem = f"is on {param.device}. Move the model to a device of this rank before"
+                problem = (
+                    f"is on {param.device}. Move the model to a device of this rank before making "
+                    "the optimizer"
+                )
             if problem:
                 raise RuntimeError(f"{self._name}: a parameter {problem}.")
             self._kinds_of(param)
@@ -132,7 +138,7 @@ class ShardedGradients(FusedOptimizer):
             if one not in (*_runtime.DTYPES, torch.float64):
                 raise RuntimeError(
                     f"{self._name}: {name} was {one}; allowed are torch.float32, float16, bfloat16 "
-                    "and float64, and integers for param_sync_dtype, which then sends bytes."
+                    "and float64, and for param_sync_dtype also integer types, to send bytes."
                 )
         problem, right = "", (torch.bfloat16, torch.float32, torch.bfloat16)
         if options.store_param_remainders and (param.dtype, state, sent) != right:
@@ -172,7 +178,7 @@ class ShardedGradients(FusedOptimizer):
             params[0].device,
             f"{self._name}: rank {{rank}} differs from rank 0 in shapes, dtypes or requires_grad "
             "of parameters, in groups or in options: it has {other}, and rank 0 has {first}. Build "
-            "the same on every rank.",
+            "the same model and optimizer on every rank.",
         )
         self._warn_of_rounding({(param.dtype, self._kinds_of(param)) for param in params})
         broadcast(params, self._groups.all)
@@ -254,9 +260,10 @@ class ShardedGradients(FusedOptimizer):
         filled = sum(sizes) / (len(buckets) * cap_mb * 2**20)
         if filled < ENOUGH:
             warnings.warn(
-                f"{self._name}: buckets are filled by {filled:.0%}, of bucket_cap_mb={cap_mb} in "
-                "each. A bucket is sent when it is full, so little is sent during the backward "
-                "pass. Consider decreasing the bucket_cap_mb argument.",
+                f"{self._name}: buckets are {filled:.0%} full on average, with "
+                f"bucket_cap_mb={cap_mb}. Only full buckets are sent during the backward pass, so "
+                "little communication overlaps with it. Consider decreasing the bucket_cap_mb "
+                "argument.",
                 stacklevel=2,
             )
 
@@ -288,9 +295,9 @@ class ShardedGradients(FusedOptimizer):
                 )
             if param.grad is None and place not in bucket.viewed:
                 raise RuntimeError(
-                    f"{self._name}: another hook has taken the gradient of a parameter of shape "
-                    f"{tuple(param.shape)}. Is there another sharded optimizer of the same "
-                    "parameters? Delete it before."
+                    f"{self._name}: another hook removed the gradient of a parameter of shape "
+                    f"{tuple(param.shape)}. If there is another sharded optimizer of the same "
+                    "parameters, delete it first."
                 )
             if not self._syncs and not self._greedy:
                 return
@@ -393,14 +400,15 @@ def _groups(user: str, options: Sharding) -> Groups:
     for name, group in named.items():
         if distributed.get_rank(group) < 0:
             raise ValueError(
-                f"{user}: rank {distributed.get_rank()} is not in {name}. Pass one that it is in."
+                f"{user}: rank {distributed.get_rank()} is not in {name}. Pass a group that "
+                "contains it."
             )
     sizes = {name: distributed.get_world_size(group) for name, group in named.items()}
     whole, *parts = sizes.values()
     if whole != math.prod(parts):
         raise RuntimeError(
-            f"{user}: sizes of process groups are {sizes}; the first must be the product of the "
-            "others. redundant_process_group has the ranks that keep equal shards."
+            f"{user}: the sizes of the process groups are {sizes}; the first must be the product "
+            "of the others. Pass a redundant_process_group of the ranks that keep equal shards."
         )
     return Groups(every, shards, copies)
 

@@ -136,9 +136,10 @@ class ShardedParameters(ShardedGradients):
         bucket, _ = self._places.get(id(param), (None, 0))
         if any(gather.bucket is bucket for gather in self._gathers):
             raise RuntimeError(
-                f"{self._name}: the forward pass has read an old value of a parameter of shape "
-                f"{tuple(param.shape)}, in a compiled extension or by a view from before the step. "
-                "Call param_sync() before the forward pass, or leave overlap_param_sync=True out."
+                f"{self._name}: the forward pass read an old value of a parameter of shape "
+                f"{tuple(param.shape)}, in a compiled extension or through a view made before the "
+                "step. Call param_sync() before the forward pass, or leave overlap_param_sync=True "
+                "out."
             )
         super()._arrived(param)
 

@@ -127,8 +127,10 @@ class SavedShards(ShardedOptimizer):
         state, form = state_dict.get("state"), state_dict.get("format", 2)
         problem, layout, saved = "", self._layout(), state_dict.get("shards") or {}
         if not isinstance(state, Mapping) or "param_groups" not in state_dict or form not in (1, 2):
-            has = ", ".join(map(str, state_dict)) or "nothing"
-            problem = f"the dict has format {form!r} and {has}. Pass what state_dict() returned"
+            has = f"the keys {', '.join(map(str, state_dict))}" if state_dict else "no keys"
+            problem = (
+                f"the dict has format {form!r} and {has}. Pass the dict that state_dict() returned"
+            )
         elif form == 1 and saved != layout:
             problem = (
                 f"the state is the part of rank {saved.get('rank')} of {saved.get('ranks')}, and "
@@ -177,8 +179,9 @@ class SavedShards(ShardedOptimizer):
                 has = f"has shape {tuple(x.shape)}" if x is not None else "is missing"
                 raise ValueError(
                     f"{self._name}.load_state_dict: the saved {key} of parameter {number} {has}, "
-                    f"and here it has {size}. Load the state into the model that it was saved with;"
-                    " with gather_on_root=True only that of rank 0 has tensors."
+                    f"and this optimizer needs {size}. Load the state into the model that it was "
+                    "saved with. With gather_on_root=True only the state of rank 0 contains "
+                    "tensors."
                 )
             part = x if form == 1 else x.reshape(-1)[piece.part]
             parts[key] = part.detach().to(param.device)

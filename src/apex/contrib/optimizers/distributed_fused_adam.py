@@ -143,8 +143,8 @@ class DistributedFusedAdam(SavedShards):
                 raise RuntimeError(f"DistributedFusedAdam does not support {name}=True: {remedy}.")
         if store_params and store_param_remainders:
             raise RuntimeError(
-                "DistributedFusedAdam: store_param_remainders=True keeps what bfloat16 parameters "
-                "round away, and store_params=True whole parameters. Pass store_params=False."
+                "DistributedFusedAdam: store_param_remainders=True stores what bfloat16 parameters "
+                "round away, so store_params=True is not needed. Pass store_params=False."
             )
         for name, kind in {"bucket_cap_mb": int | float, "pipeline_size": int}.items():
             number = given[name]
@@ -178,8 +178,8 @@ class DistributedFusedAdam(SavedShards):
         """The parameter of the number of a group, and its number in the group."""
         if len(args) != 2 or not all(isinstance(arg, int) for arg in args):
             raise TypeError(
-                f"DistributedFusedAdam.parameter takes two numbers, of a group and of a parameter "
-                f"in it; {args} was passed."
+                f"DistributedFusedAdam.parameter got {args}; pass two numbers, of a group and of a "
+                "parameter in it."
             )
         found: torch.Tensor = self.param_groups[args[0]]["params"][args[1]]
         return found

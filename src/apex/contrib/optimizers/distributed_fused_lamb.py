@@ -97,7 +97,7 @@ class DistributedFusedLAMB(SavedShards):
             if type(given[name]) is not kind:
                 raise TypeError(
                     f"DistributedFusedLAMB: {name} was {given[name]!r}; it must be of type "
-                    f"{kind.__name__}, and has no effect."
+                    f"{kind.__name__}. apex ignores its value."
                 )
         refused = {
             "step_supports_amp_scaling=False": (not step_supports_amp_scaling, "gradients are not "

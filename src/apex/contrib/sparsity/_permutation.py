@@ -240,7 +240,7 @@ def permute(pruned: PrunedModel, folder: str | None) -> int:
         found = _find_channels(model)
     except Exception as error:  # noqa: BLE001  the model's code, which runs with fx's proxies
         cause = str(error).partition("\n")[0]
-        pruned.log(f"channels are not permuted, for torch.fx cannot trace the model: {cause}", 1)
+        pruned.log(f"did not permute channels, because torch.fx cannot trace the model: {cause}", 1)
         return 0
     report: list[dict[str, Any]] = []
     count = 0

@@ -149,7 +149,7 @@ class PrunedModel:
         for one, values in sparse:
             if values is None:
                 raise ASPError(
-                    f"ASP: {one} is pruned already, and its pruned values were not kept. To "
+                    f"ASP: {one} is pruned already, and ASP did not keep the pruned values. To "
                     f"{purpose}, call init_model_for_pruning with allow_recompute_mask=True."
                 )
         for one, values in sparse:

@@ -106,7 +106,10 @@ class ASP:
                 of ``custom_layer_dict`` that its layer does not have.
         """
         if cls._state is not None:
-            raise ASPError("ASP has a model already, one in a process. Call ASP.reset() first.")
+            raise ASPError(
+                "ASP has a model already, and supports only one in a process. Call ASP.reset() "
+                "first."
+            )
         if not isinstance(model, nn.Module):
             raise TypeError(f"ASP: model was a {type(model).__name__}; it must be a nn.Module.")
         private.need("ASP")
@@ -116,13 +119,13 @@ class ASP:
         for kind in kinds:
             if not any(base in parameters for base in kind.__mro__):
                 raise ValueError(
-                    f"ASP: whitelist has {kind.__name__}, whose parameters are not known. Name "
-                    f"them: custom_layer_dict={{{kind.__name__}: ['weight']}}."
+                    f"ASP: whitelist contains {kind.__name__}, whose parameters ASP does not know. "
+                    f"Name them: custom_layer_dict={{{kind.__name__}: ['weight']}}."
                 )
         state = PrunedModel(model, calculate, verbosity, allow_permutation)
         if allow_permutation and mask_calculator != "m4n2_1d":
             state.permute = False
-            state.log("channels will not be permuted: the search is for m4n2_1d alone", 1)
+            state.log("will not permute channels, because the search supports only m4n2_1d", 1)
         layers = eligible_modules(model, kinds, allowed_layer_names, disallowed_layer_names)
         for layer, module in layers:
             kind = next(base for base in type(module).__mro__ if base in parameters)
@@ -148,7 +151,8 @@ class ASP:
         state = cls._needed("init_optimizer_for_pruning")
         if state.optimizer is not None:
             raise ASPError(
-                "ASP has an optimizer already, one in a process. Call ASP.reset() first."
+                "ASP has an optimizer already, and supports only one in a process. Call "
+                "ASP.reset() first."
             )
         _check_optimizer(optimizer)
         if state.was_permuted and optimizer.state:
@@ -193,7 +197,7 @@ class ASP:
         if 0 < len(dense) < len(pruned):
             raise ASPError(
                 f"ASP: {len(dense)} of {len(pruned)} weights are not pruned, such as {dense[0]}. "
-                "Was a checkpoint loaded in part?"
+                "Did the program load a checkpoint only in part?"
             )
         return not dense and bool(pruned)
 
@@ -279,9 +283,9 @@ def _is_prunable(one: PrunedWeight, state: PrunedModel) -> bool:
         raise ValueError(f"ASP: layer {one.layer} has no parameter {one.name!r}.") from None
     why = ""
     if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
-        why = "it is no parameter that requires gradients"
+        why = "it is not a parameter that requires gradients"
     elif weight.dim() < 2 or weight.shape[0] % 8 or weight.shape[1] % 16:
-        why = f"{list(weight.shape)} are no multiples of 8 output and 16 input channels"
+        why = f"its shape {list(weight.shape)} is not a multiple of 8 output and 16 input channels"
     if why and weight is not None:  # MultiheadAttention has four, and uses one or three of them
         state.log(f"skipped {one.layer}::{one.name}: {why}", 1)
     return not why

@@ -30,8 +30,8 @@ def reshape_1d(matrix: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Size]:
     """Cut rows into groups of ``m``; return ``(groups, m)`` and the shape of the padded matrix."""
     if matrix.dim() != 2:
         raise ValueError(
-            f"the tensor has the shape {list(matrix.shape)}; it must be a matrix. create_mask "
-            "takes tensors of any rank."
+            f"the tensor has the shape {list(matrix.shape)}; it must be a matrix. For tensors of "
+            "other ranks use create_mask."
         )
     padded = F.pad(matrix, (0, -matrix.shape[1] % m))
     return padded.reshape(-1, m), padded.shape

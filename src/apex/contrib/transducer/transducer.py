@@ -82,7 +82,9 @@ class TransducerJoint(torch.nn.Module):
         super().__init__()
         check_unused("TransducerJoint", opt=opt, fwd_tile_size=fwd_tile_size)
         if not 0 <= dropout_prob <= 1:
-            raise ArgumentError(f"TransducerJoint: dropout_prob is {dropout_prob}; pass 0 to 1.")
+            raise ArgumentError(
+                f"TransducerJoint: dropout_prob is {dropout_prob}; pass a number from 0 to 1."
+            )
         self.pack_output, self.relu, self.dropout = pack_output, relu, dropout
         self.opt, self.fwd_tile_size, self.dropout_prob = opt, fwd_tile_size, dropout_prob
         self.mask_probe = [] if probe_mask and (relu or dropout) else None

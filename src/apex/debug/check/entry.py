@@ -54,7 +54,9 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
         raise ValueError(f"apex.debug.check: {wrong}")
     optimizers = [one for one in made if isinstance(one, Optimizer)]
     if made and not optimizers:
-        raise TypeError("apex.debug.check: pass the optimizer that was made before the block")
+        raise TypeError(
+            "apex.debug.check: pass the optimizers that the program made before the block"
+        )
     run, found = CheckRun(steps, ignored=ignore), list[Finding]()
     for one in optimizers:
         run.add(one)

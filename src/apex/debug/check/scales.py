@@ -52,7 +52,7 @@ class Scaled(CheckRule):
             at = next(iter(bare.values())).place
             self.facts.tell("one-loss-unscaled", f"{text}parameters", at, size=scale)
         if late:
-            text = f"gradients added after unscale_() count {scale:g} times as much as those "
+            text = f"gradients added after unscale_() count {scale:g} times as much as those added "
             text += f"before, in {len(late)} of {len(live)} parameters"
             at = next(iter(late.values())).place
             self.facts.tell("added-after-unscale", text, at, size=scale)

@@ -77,7 +77,7 @@ class Schedules(CheckRule):
         if not count.tried:
             known.early = here() if len(rates) == 1 else None
         elif known.early is not None and rates[-2] != rate:
-            text = f"the first learning rate, {rates[0]:.4g}, was never used; the first step had "
+            text = f"the first learning rate, {rates[0]:.4g}, was never used; the first step used "
             text = f"{text}{rate:.4g}" if len(rates) == 2 else f"it became {rate:.4g} a call early"
             self.facts.tell("scheduler-before-optimizer", text, known.early, step=0)
             known.early = None
@@ -161,7 +161,7 @@ class Checkpoints(CheckRule):
         """Compare with a state that was loaded from a file and not taken."""
         state, at = self._loaded.get(name), self._taken.get("optimizer")
         if isinstance(state, dict) and at and name not in self._taken and state[key] != now:
-            text = f"the checkpoint has {what} {state[key]:g}, and this run went on at {now:g}"
+            text = f"the checkpoint has {what} {state[key]:g}, and this run continued at {now:g}"
             self._texts.setdefault(f"{name}-not-loaded", (text, at))
 
     def ends(self) -> None:

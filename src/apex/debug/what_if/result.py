@@ -92,7 +92,7 @@ class WhatIf:
         if "bfloat16" in self.formats:
             needs, safe = self._needs("bfloat16"), "everywhere is safe"
             if not needs and any(one in failed for one in LEVELS["bfloat16"]):
-                safe = "computes each layer alone well"
+                safe = "computes each layer well by itself"
             elif is_part:
                 safe = "is safe for the products that were measured"
             yield f"bfloat16 {needs or safe}."
@@ -101,7 +101,7 @@ class WhatIf:
             needs = self._needs("float16")
             safe = f"every layer {'that was seen ' if is_part else ''}is safe then"
             if any(one in failed for one in LEVELS["float16"]):
-                safe = "it computes each layer alone well then"
+                safe = "it then computes each layer well by itself"
             rest = f" and {needs.removeprefix('needs ')}" if needs.startswith("needs ") else ""
             yield f"{scale}{rest or f'; it {needs}' if needs else f'; {safe}'}."
             yield from self._failures("float16")

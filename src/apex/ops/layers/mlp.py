@@ -96,8 +96,10 @@ def parts(
     """
     count, rest = divmod(len(args) - 1, 2 if bias else 1)
     if count < 1 or rest:
-        wanted = "an input, weights and as many biases" if bias else "an input and weights"
-        raise ArgumentError(f"{name}: there are {len(args)} tensors. Pass {wanted}.")
+        wanted = (
+            "an input, weights, and one bias for each weight" if bias else "an input and weights"
+        )
+        raise ArgumentError(f"{name}: got {len(args)} tensors. Pass {wanted}.")
     if not hasattr(activation, "__index__") or activation not in range(len(ACTIVATIONS)):
         known = ", ".join(f"{i} ({key})" for i, key in enumerate(ACTIVATIONS))
         raise ArgumentError(f"{name}: activation is {activation!r}; allowed are {known}.")

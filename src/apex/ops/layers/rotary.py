@@ -262,8 +262,8 @@ def _tables(t: Tensor, layout: str, counts: Sequence[int] = (), **tables: Tensor
         if not (flat and even) or table.shape[3:] != width or a * b * c < count:
             raise ArgumentError(
                 f"rotary: {key} has shape {list(table.shape)} and t {list(t.shape)}. Pass "
-                f"[positions, 1, 1, channels] with at least {count} positions and an even number "
-                f"of channels, at most {most} and the same in all tables."
+                f"[positions, 1, 1, channels] with at least {count} positions. The number of "
+                f"channels must be even, at most {most}, and the same in all tables."
             )
         rows = (table.detach() if table.requires_grad else table).flatten(0, 2)
         # No `if` about the sizes: torch.export and jit.trace would keep its answer.

@@ -226,8 +226,8 @@ def check(
         raise ArgumentError(f"{name}: {key} has shape {shape}; pass (..., queries, keys).")
     if causal and shape[-2] != shape[-1]:
         raise ArgumentError(
-            f"{name}: {key} has shape {shape}; a causal softmax takes as many queries as keys. For "
-            "others pass a mask to scaled_masked_softmax."
+            f"{name}: {key} has shape {shape}; a causal softmax needs as many queries as keys. For "
+            "other shapes pass a mask to scaled_masked_softmax."
         )
     if mask is not None and not _broadcasts(mask, x):
         wanted = [*shape[:-3], 1, *shape[-2:]] if len(shape) > 2 else shape

@@ -111,8 +111,8 @@ def wait(work: Any, user: str, *tensors: torch.Tensor) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"{user}: a collective failed. Has another rank ended, failed, or run fewer backward "
-            "passes or steps? Give every rank as many batches (DistributedSampler does), and look "
-            f"at the output of the others. {error}"
+            "passes or steps? Give every rank the same number of batches (DistributedSampler "
+            f"does), and look at the output of the other ranks. {error}"
         ) from error
     for tensor in tensors:
         if tensor.is_cuda:

@@ -43,7 +43,7 @@ def placed(
         if _mesh(param) != _mesh(grad):
             raise RuntimeError(
                 f"{user}: a gradient is {described(grad)}, and its parameter is "
-                f"{described(param)}. Make both DTensors of one mesh."
+                f"{described(param)}. Make both DTensors on the same mesh."
             )
     return [_placed(param, grad) for param, grad in pairs]
 
@@ -150,9 +150,9 @@ def _groups(tensor: Any) -> Groups:
     mesh, groups = tensor.device_mesh, []
     if is_partial(tensor):
         raise RuntimeError(
-            f"The norm of a DTensor with placements {tensor.placements} was asked for. Each rank "
-            "has a term of its elements, and their norms do not add up. Call "
-            "redistribute(placements=...) on it first."
+            f"apex cannot compute the norm of a DTensor with placements {tensor.placements}, "
+            "because its elements are sums over ranks. Call redistribute(placements=...) on it "
+            "first."
         )
     for dim, place in enumerate(tensor.placements):
         if not place.is_replicate() and mesh.size(dim) > 1:
@@ -191,9 +191,7 @@ def norm_of_all(
     if OWN_MEMORY.issuperset(map(type, every)) or not any(map(is_sharded, every)):
         return norm([*local_parts(tensors)])
     if not order > 0:
-        raise ValueError(
-            f"The norm of order {order} of sharded tensors was asked for; it must be above 0."
-        )
+        raise ValueError(f"the order of a norm of sharded tensors was {order}; it must be above 0.")
     kinds: dict[Groups, tuple[torch.Tensor, list[torch.Tensor]]] = {
         groups: (tensor, []) for tensor, groups in zip(every, _groups_of_each(every), strict=True)
     }
@@ -232,5 +230,5 @@ def _mesh(tensor: Any) -> Any:
 def described(tensor: Any) -> str:
     """What to say of a tensor in a message about placements."""
     if _placements(tensor) is None:
-        return f"no DTensor, of shape {tuple(tensor.shape)},"
-    return f"a DTensor of {_mesh(tensor)}, placed {tensor.placements}"
+        return f"a plain tensor of shape {tuple(tensor.shape)}"
+    return f"a DTensor on {_mesh(tensor)} with placements {tensor.placements}"

@@ -281,8 +281,8 @@ class ShardBucket:
         wait(work, user, flat)
         if self.versions != [param._version for param in self.params]:
             raise RuntimeError(
-                f"{user}: a parameter was written while its new value was on its way. With "
-                "overlap_param_sync=True call param_sync() before writing parameters."
+                f"{user}: the program wrote to a parameter while its new value was being gathered. "
+                "With overlap_param_sync=True call param_sync() before writing to parameters."
             )
         if self.buffer is None:
             private.foreach_copy_(self.params, self.views(flat))

@@ -205,7 +205,7 @@ def refuse_nested(what: str, tensors: Iterable[torch.Tensor]) -> None:
     found = [*map(_IS_NESTED, tensors)]
     if any(found):
         raise TypeError(
-            f"{what} {found.index(True)} is a nested tensor, and dense ones are taken. Pass its "
+            f"{what} {found.index(True)} is a nested tensor; pass dense tensors. These can be its "
             "parts, x.unbind(), or a padded tensor, torch.nested.to_padded_tensor(x, 0.0)."
         )
 

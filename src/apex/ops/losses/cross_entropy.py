@@ -301,7 +301,7 @@ def check(name: str, logits: torch.Tensor, labels: torch.Tensor, smoothing: floa
     tensors = {"logits": logits, "labels": labels}
     check_tensors(name, tensors, floating=["logits"], integers=["labels"], required=["labels"])
     if not 0.0 <= smoothing <= 1.0:
-        raise ArgumentError(f"{name}: smoothing is {smoothing}; allowed is 0 to 1.")
+        raise ArgumentError(f"{name}: smoothing is {smoothing}; pass a number from 0 to 1.")
     if traced():
         return
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
@@ -310,7 +310,10 @@ def check(name: str, logits: torch.Tensor, labels: torch.Tensor, smoothing: floa
             "Pass (rows, classes) and (rows,): logits.view(-1, classes) and labels.view(-1)."
         )
     if not logits.shape[1] and logits.shape[0]:
-        raise ArgumentError(f"{name}: logits of shape {list(logits.shape)} have no class.")
+        raise ArgumentError(
+            f"{name}: logits of shape {list(logits.shape)} have no classes. Pass at least one "
+            "column."
+        )
 
 
 def check_labels(name: str, labels: torch.Tensor, classes: int, padding_idx: int) -> None:
@@ -321,7 +324,7 @@ def check_labels(name: str, labels: torch.Tensor, classes: int, padding_idx: int
     bad = ((labels < 0) | (labels >= classes)) & (labels != padding_idx)
     if bad.any():
         row = int(bad.nonzero()[0])
-        padding = "" if padding_idx == NO_PADDING else f", or {padding_idx} for rows to leave out"
+        padding = "" if padding_idx == NO_PADDING else f", or {padding_idx} for rows to ignore"
         raise IndexError(
             f"{name}: the label of row {row} is {int(labels[row])}; "
             f"allowed are 0 to {classes - 1}{padding}."

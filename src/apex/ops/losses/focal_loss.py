@@ -137,17 +137,19 @@ def checked(
     alpha, gamma, smoothing = float(alpha), float(gamma), float(smoothing)
     for key, share in {"alpha": alpha, "label_smoothing": smoothing}.items():
         if not 0.0 <= share <= 1.0:
-            raise ArgumentError(f"{name}: {key} is {share}; allowed is 0 to 1.")
+            raise ArgumentError(f"{name}: {key} is {share}; pass a number from 0 to 1.")
     if num_positives.is_complex():
-        raise ArgumentError(f"{name}: num_positives_sum is {num_positives.dtype}; pass a real one.")
+        raise ArgumentError(
+            f"{name}: num_positives_sum is {num_positives.dtype}; pass a real dtype."
+        )
     if not 0.0 <= gamma < float("inf"):
-        raise ArgumentError(f"{name}: gamma is {gamma}; allowed are numbers from 0 on.")
+        raise ArgumentError(f"{name}: gamma is {gamma}; pass a number of 0 or more.")
     if not traced():
         shape = list(logits.shape)
         if not shape or not 1 <= classes == given <= shape[-1]:
             raise ArgumentError(
-                f"{name}: num_real_classes is {given} and cls_output has shape {shape}. Pass "
-                "(..., columns) and 1 to columns."
+                f"{name}: num_real_classes is {given} and cls_output has shape {shape}. Pass a "
+                "cls_output of shape (..., columns), and num_real_classes from 1 to columns."
             )
         check_shape(name, "targets", targets, logits.shape[:-1], f"cls_output {shape}")
         total = num_positives.reshape(-1)
@@ -166,5 +168,5 @@ def _check_targets(name: str, targets: torch.Tensor, classes: int) -> None:
         at = int(((targets < IGNORED) | (targets >= classes)).nonzero()[0])
         raise IndexError(
             f"{name}: the target of anchor {at} is {int(targets[at])}; allowed are 0 to "
-            f"{classes - 1}, -1 for background, and {IGNORED} for anchors that do not count."
+            f"{classes - 1}, -1 for background, and {IGNORED} for anchors to ignore."
         )

@@ -393,8 +393,8 @@ def _checked_acc_dtype(
     allowed = {weight.dtype: 0, wide(weight): 0}  # in this order
     if acc_dtype is not None and acc_dtype not in allowed:
         raise ArgumentError(
-            f"{name}: acc_dtype is {acc_dtype}; allowed for a weight of "
-            f"{weight.dtype} are {', '.join(map(str, allowed))}, or None for the first."
+            f"{name}: acc_dtype is {acc_dtype}; allowed for a weight of {weight.dtype} are "
+            f"{', '.join(map(str, allowed))}, or None for the first of these."
         )
     return acc_dtype or weight.dtype
 
@@ -407,13 +407,16 @@ def _check_options(
     if reduction not in REDUCTIONS:
         said = f"reduction is {reduction!r}; allowed are {', '.join(REDUCTIONS)}."
     elif not 0.0 <= smoothing <= 1.0:
-        said = f"label_smoothing is {smoothing}; allowed is 0 to 1."
+        said = f"label_smoothing is {smoothing}; pass a number from 0 to 1."
     elif chunk_size is not None and (isinstance(chunk_size, float) or chunk_size < 1):
         said = f"chunk_size is {chunk_size!r}; pass at least 1 row, or None."
     elif acc_policy not in POLICIES:
         said = f"acc_policy is {acc_policy!r}; allowed are {', '.join(POLICIES)}."
     elif acc_dtype is not None and acc_policy != "compact":
-        said = f"acc_dtype is {acc_dtype}; it goes with acc_policy='compact'. Pass None, or that."
+        said = (
+            f"acc_dtype is {acc_dtype}, which needs acc_policy='compact'. Pass "
+            "acc_policy='compact', or acc_dtype=None."
+        )
     if said:
         raise ArgumentError(f"{name}: {said}")
 
@@ -440,5 +443,7 @@ def _check_tensors(
     if traced():
         return
     if not weight.shape[0]:
-        raise ArgumentError(f"{name}: weight of shape {list(weight.shape)} has no class.")
+        raise ArgumentError(
+            f"{name}: weight of shape {list(weight.shape)} has no classes. Pass at least one row."
+        )
     check_shape(name, "targets", targets, x.shape[:-1], f"input {list(x.shape)}")

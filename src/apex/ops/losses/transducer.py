@@ -76,8 +76,8 @@ def grid(
     if may_read and not (good.all() and (offset is None or ends[-1] == rows)):
         at = int(good.long().argmin())
         said = "" if offset is None else (
-            f" batch_offset is {offset.tolist()} for {rows} rows; pass the cumulated sum of "
-            f"{one} * {f'({other} + 1)' if more else other}, which ends with the number of rows."
+            f" batch_offset is {offset.tolist()} for {rows} rows; pass the cumulative sum of {one} "
+            f"* {f'({other} + 1)' if more else other}, which ends with the number of rows."
         )  # fmt: skip
         raise IndexError(
             f"{name}: sample {at} has {one} {int(t_len[at])} and {other} {int(u_len[at]) - more}; "

@@ -316,8 +316,8 @@ def check(name: str, x: torch.Tensor, groups: int, weight: Optional, bias: Optio
     check_tensors(name, tensors, floating=tensors)
     if x.dim() < 2 or groups < 1 or x.shape[1] % groups:
         raise ArgumentError(
-            f"{name}: input has shape {list(x.shape)} and there are {groups} groups. Pass "
-            "(images, channels, ...) with channels that the groups divide evenly."
+            f"{name}: input has shape {list(x.shape)} and there are {groups} groups. Pass (images, "
+            "channels, ...) with a number of channels that is divisible by the number of groups."
         )
     channels = x.shape[1]
     for key, tensor in (("weight", weight), ("bias", bias)):

@@ -41,8 +41,8 @@ def group_of(name: str, size: int) -> ProcessGroup | None:
     world = distributed.get_world_size() if on else 1
     if not isinstance(size, int) or size < 1 or world % size:
         raise ArgumentError(
-            f"{name} is {size} and there are {world} processes. Pass a number that divides theirs; "
-            "torch.distributed.init_process_group() comes first."
+            f"{name} is {size} and there are {world} processes. Pass a divisor of the number of "
+            "processes, after torch.distributed.init_process_group()."
         )
     if size in (1, world):
         return distributed.group.WORLD if size > 1 else None
@@ -80,8 +80,8 @@ def synced(
     # Only where there is at most one element here, because to read a total waits for a GPU.
     if _count(x) <= 1 and total.item() == 1:
         raise ValueError(
-            f"{name}: Expected more than 1 value per channel when training, got input "
-            f"size {list(x.shape)}, and 1 value in all processes together. Pass more values."
+            f"{name}: Expected more than 1 value per channel when training, got input size "
+            f"{list(x.shape)}, and all processes together have 1 value. Pass more values."
         )
     record(mean, variance, total)
     if recorded and not wanted and wanted_anywhere.any():

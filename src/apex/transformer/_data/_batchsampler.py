@@ -25,13 +25,16 @@ class _Sampler(ABC):
     ) -> None:
         name = type(self).__name__
         if total_samples <= 0:
-            raise ArgumentError(f"{name}: total_samples is {total_samples}: no sample to consume.")
+            raise ArgumentError(
+                f"{name}: total_samples is {total_samples}, so there is no sample to consume. Pass "
+                "1 or more."
+            )
         if consumed_samples < 0:
             raise ArgumentError(f"{name}: consumed_samples is {consumed_samples}; pass 0 or more.")
         if data_parallel_size <= 0 or not 0 <= data_parallel_rank < data_parallel_size:
             raise ArgumentError(
                 f"{name}: data_parallel_rank is {data_parallel_rank} of data_parallel_size "
-                f"{data_parallel_size}; ranks go from 0 to the size, which is not in it."
+                f"{data_parallel_size}; pass a size of 1 or more, and a rank from 0 to size - 1."
             )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples

@@ -18,8 +18,9 @@ class _Marked(Marked):
     def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
         if len(args) > len(self._by_position):  # the last would be taken for memory_efficient
             raise TypeError(
-                f"{type(self).__name__} got {len(args)} arguments by position and takes "
-                f"{', '.join(self._by_position)}. Name the others: sequence_parallel_enabled=True."
+                f"{type(self).__name__} got {len(args)} positional arguments; only "
+                f"{', '.join(self._by_position)} may be positional. Pass the others by name: "
+                "sequence_parallel_enabled=True."
             )
         super().__init__(*args, **kwargs)
         self.sequence_parallel_enabled = sequence_parallel_enabled

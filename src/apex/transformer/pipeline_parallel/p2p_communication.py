@@ -70,7 +70,9 @@ def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
         if in_ring and given.arguments["overlap_p2p_comm"]:
             refuse("pipeline_parallel.p2p_communication(overlap_p2p_comm=True)")
         if given.arguments["tensor_shape"] is None and "recv" in name:
-            raise ArgumentError(f"{name}: tensor_shape is None; pass that of what is received.")
+            raise ArgumentError(
+                f"{name}: tensor_shape is None; pass the shape of the tensor to receive."
+            )
         return function(**given.arguments)
 
     vars(checked)["__signature__"] = signature

@@ -52,8 +52,8 @@ def setup_microbatch_calculator(
     """
     if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         raise ArgumentError(
-            "setup_microbatch_calculator: there is one already. "
-            "_reconfigure_microbatch_calculator replaces it."
+            "setup_microbatch_calculator: the calculator exists already. Replace it with "
+            "_reconfigure_microbatch_calculator."
         )
     _reconfigure_microbatch_calculator(
         rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size,

@@ -29,7 +29,7 @@ def _add_to_main_grad(weight: Any, dy: torch.Tensor, x: torch.Tensor) -> None:
     if total.dtype not in allowed or total.shape != weight.shape or not total.is_contiguous():
         raise ArgumentError(
             f"gradient_accumulation_fusion: main_grad is {total.dtype} of shape "
-            f"{list(total.shape)}; pass a contiguous one of shape {list(weight.shape)}, of "
+            f"{list(total.shape)}; pass a contiguous main_grad of shape {list(weight.shape)}, of "
             f"{' or '.join(sorted(map(str, allowed)))}."
         )
     dense.add_product(total, dense.rows(dy), dense.rows(x))
@@ -118,7 +118,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     if async_grad_allreduce and sequence_parallel_enabled:
         raise ArgumentError(
             f"{name}: async_grad_allreduce and sequence_parallel_enabled both reduce the input's "
-            "gradient; pass one of them."
+            "gradient; pass only one of them."
         )
     dense.check(name, input, {"weight": weight}, {"bias": bias})
     kind = input.device.type

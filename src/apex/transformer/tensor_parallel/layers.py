@@ -194,7 +194,7 @@ class VocabParallelEmbedding(_Parallel):
         if self.num_embeddings_per_partition == self.num_embeddings:
             return F.embedding(input_, self.weight)
         valid = ((input_ >= 0) & (input_ < self.num_embeddings)).all()
-        private.assert_async(valid, f"token ids have to be 0 to {self.num_embeddings - 1}")
+        private.assert_async(valid, f"token ids must be from 0 to {self.num_embeddings - 1}")
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         rows = F.embedding((input_ - self.vocab_start_index).masked_fill(elsewhere, 0), self.weight)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)

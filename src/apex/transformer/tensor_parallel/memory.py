@@ -61,7 +61,10 @@ class MemoryBuffer:
     def print_average_usage(self) -> None:
         """Log, at level INFO, which share was in use at the calls of ``get_data``."""
         if not self.track_usage:
-            raise ArgumentError(f"memory buffer {self.name!r} was made with track_usage=False.")
+            raise ArgumentError(
+                f"memory buffer {self.name!r} was made with track_usage=False. Make it with "
+                "track_usage=True."
+            )
         share = 100.0 * self._used / max(1, self._calls * self.numel)
         _LOGGER.info("memory buffer %s: %.2f %% in use on average", self.name, share)
 
@@ -91,7 +94,9 @@ _BUFFERS: dict[str, MemoryBuffer] = {}
 def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
     """Make a ``MemoryBuffer`` that ``get_mem_buff`` finds; ``ArgumentError`` if there is one."""
     if name in _BUFFERS:
-        raise ArgumentError(f"a memory buffer {name!r} is allocated already; get_mem_buff has it.")
+        raise ArgumentError(
+            f"a memory buffer {name!r} is allocated already; get it with get_mem_buff."
+        )
     _BUFFERS[name] = MemoryBuffer(name, numel, dtype, track_usage)
     return _BUFFERS[name]
 

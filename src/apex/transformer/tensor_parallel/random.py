@@ -72,7 +72,9 @@ class CudaRNGStatesTracker:
         """
         if name in self.states_ or seed in self.seeds_:
             what = f"state {name!r}" if name in self.states_ else f"seed {seed}"
-            raise ArgumentError(f"CudaRNGStatesTracker.add: {what} is there already; pass another.")
+            raise ArgumentError(
+                f"CudaRNGStatesTracker.add: {what} exists already; pass another one."
+            )
         generator = _generator()
         before = generator.get_rng_state()
         generator.manual_seed(seed)
@@ -259,6 +261,6 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
             )
     tensors = [arg for arg in args if torch.is_tensor(arg)]
     if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
-        text = "no argument requires a gradient, so the weights inside get none"
+        text = "no argument requires a gradient, so the weights inside get no gradients"
         warnings.warn(f"tensor_parallel.checkpoint: {text}", stacklevel=2)
     return CheckpointFunction.apply(function, distribute_saved_activations, *args)  # type: ignore[no-untyped-call]

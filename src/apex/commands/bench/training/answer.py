@@ -219,7 +219,7 @@ def _stay(of: Sequence[Verdict], right: Sequence[Verdict]) -> str:
     if timed:
         ratio, label = max(timed)
         reasons.append(f"even the fastest, {label}, trains {times(ratio)} times as fast")
-    head = f"no level is faster{', because ' if reasons else ''}{': '.join(reasons)}"
+    head = f"no level is faster{', because ' if reasons else ''}{', and '.join(reasons)}"
     if faster := any(v.ratio and v.ratio > 1 for v in of if v not in slow):
         head = "no faster level trains as well"
     if why and (faster or not known):

@@ -161,7 +161,7 @@ def _speeds(axes: "Axes", of: Sequence[Line]) -> None:
 
 def _no_speeds(of: Sequence[Line]) -> str:
     stopped = all(line.row.stopped for line in of if line.verdict)
-    return "stopped by the time budget" if stopped else "no level trained beside O0"
+    return "stopped by the time budget" if stopped else "no level trained together with O0"
 
 
 def _say_empty(axes: "Axes", why: str) -> None:
@@ -214,7 +214,7 @@ def _qualities(axes: "Axes", of: Sequence[Line]) -> None:
         as_other = same.get(line.row.label)
         _write(axes, place, f"as {as_other}" if as_other else text)
     if not any(_differences(line.verdict, points=points) for line in of if line.verdict):
-        _say_empty(axes, "no level trained to its end beside O0")
+        _say_empty(axes, "no level trained to its end together with O0")
     axes.axvline(0, color=INK, linewidth=1)
     if not points or any(line.verdict and line.verdict.accuracy for line in of):
         axes.axvline(-margin, color=INK, linewidth=1, linestyle=":")

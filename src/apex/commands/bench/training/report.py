@@ -34,7 +34,9 @@ def show(report: Results, folder: Path) -> None:
     """
     to = console()
     if not report.runs:
-        to.print("Interrupted before the first run was finished: there is nothing to show.")
+        to.print(
+            "The run was interrupted before its first training ended, so there is nothing to show."
+        )
         return
     found = verdicts(report)
     for answer in answers(report, found):

@@ -99,7 +99,7 @@ COLUMNS: tuple[Column[Line], ...] = (
     Column("inference\nms", lambda x: three(x.row.inference_ms),
            {"inference_median_ms": lambda x: x.row.inference_ms},
            "forward and loss of a training batch in evaluation mode",
-           "the task has a training step of its own, or only one level was trained", drop=5),
+           "the task has its own training step, or only one level was trained", drop=5),
     Column("samples\n/ s", lambda x: three(x.row.samples_s),
            {"samples_per_s": lambda x: x.row.samples_s},
            "of whole epochs, data included", WHOLE_RUNS, drop=8),

@@ -102,7 +102,7 @@ def one_model(name: str, model: Any, others: dict[str, Any]) -> Any:
         raise ArgumentError(f"{name}: there is no argument {', '.join(unknown)}.")
     models = utils.listify_model(model)
     if len(models) != 1:
-        raise ArgumentError(f"{name}: {len(models)} models on one stage; pass one.")
+        raise ArgumentError(f"{name}: got {len(models)} models for one stage; pass one model.")
     return models[0]
 
 
