@@ -114,6 +114,7 @@ def test_a_task_that_has_a_step_alone_is_told_what_is_missing(run):
     ("model", "options", "said"),
     [
         ("[model, model]", (), "model() returned several models"),
+        ("None", (), "model() returned a NoneType; it must return an nn.Module"),
         ("model.half()", (), "is torch.float16; pass a model in float32"),
         ("model", ("--weights", "nowhere.pt"), "No such file"),
         ("model", ("--weights", "whatif_four.py"), "UnpicklingError: Weights only load failed"),

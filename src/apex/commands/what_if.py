@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -112,6 +112,8 @@ def _studied(task: Task, args: argparse.Namespace, device: torch.device) -> What
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             "model() returned several models. Write a task for each, or call apex.debug.what_if"
+            if isinstance(model, Sequence)
+            else f"model() returned a {type(model).__name__}; it must return an nn.Module"
         )
     if args.weights is not None:
         model.load_state_dict(torch.load(args.weights, map_location="cpu", weights_only=True))

@@ -41,9 +41,9 @@ TASKS = {
 }  # fmt: skip
 
 NEEDED = ("model", "loss", "loader")
-CONTRACT = (
-    "write {function}(options) that returns an object with model(), loss(model, batch) and "
-    "loader(batch_size, seed) (docs/precision-report.md, 'Your own model')"
+OBJECT = (
+    "an object with model(), loss(model, batch) and loader(batch_size, seed) "
+    "(docs/precision-report.md)"
 )
 _OPTIONAL: dict[str, tuple[Any, str]] = {  # attributes with defaults in Task: what they must be
     "optimizer": (str, "a string"),
@@ -76,13 +76,14 @@ def load(name: str, options: TaskOptions) -> Task:
     if not colon or not path or not function:
         own = f"{name.strip(':')}:build" if ".py" in name else "FILE.py:FUNCTION"
         raise UsageError(f"task {name}: use {own} or one of {', '.join(TASKS)}")
-    build, contract = getattr(_imported(name, Path(path)), function, None), _contract(function)
+    build = getattr(_imported(name, Path(path)), function, None)
+    write = f"write {function}(options) that returns {OBJECT}"
     if not callable(build):
-        raise UsageError(f"task {name}: there is no function {function} in {path}; {contract}")
+        raise UsageError(f"task {name}: there is no function {function} in {path}; {write}")
     if given := _defined_as(build, options):
         raise UsageError(
             f"task {name}: apex calls {function}(options), and {path} defines {function}{given}; "
-            f"{contract}"
+            f"{write}"
         )
     try:
         made = build(options)
@@ -93,11 +94,9 @@ def load(name: str, options: TaskOptions) -> Task:
     try:
         return complete(made)
     except TypeError as error:
-        raise UsageError(f"task {name}: what {function} returned {error}; {contract}") from None
-
-
-def _contract(function: str) -> str:
-    return CONTRACT.format(function=function)
+        raise UsageError(
+            f"task {name}: what {function} returned {error}; it must return {OBJECT}"
+        ) from None
 
 
 def _ours(name: str, options: TaskOptions) -> Task:
