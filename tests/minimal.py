@@ -15,7 +15,8 @@ torch.distributed. Two different ways, because they are missing in two different
 import builtins
 import sys
 
-ABSENT = {"triton", "numpy", "matplotlib", "rich", "sklearn", "scipy", "resource", "fcntl"}
+EXTRAS = {"matplotlib", "msgspec", "numpy", "rich", "scipy", "sklearn", "gymnasium", "transformers"}
+ABSENT = {"triton", "resource", "fcntl", *EXTRAS}
 ENTRY_POINTS = ("_c10d_init", "_rpc_init", "_dist_autograd_init")
 
 

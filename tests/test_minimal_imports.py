@@ -1,6 +1,7 @@
 """Every module of apex imports where torch is alone: Windows, macOS, minimal builds."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -8,12 +9,14 @@ import pytest
 
 import apex
 from apex.commands import command_line as cli
+from tests import minimal
 
 TESTS = pathlib.Path(__file__).parent
+ROOT = TESTS.parent
 
 # package -> what its modules may need, by design; `apex info` needs nothing
 NEEDS = {
-    "apex.commands.bench.": {"matplotlib", "numpy", "rich", "sklearn"},
+    "apex.commands.bench.": {"matplotlib", "msgspec", "numpy", "rich", "sklearn"},
     "apex.kernels.": {"triton"},
 }
 
@@ -99,5 +102,42 @@ for name in {commands}:
     assert "['Kernels: not run: triton, numpy not installed: pip install triton numpy.']" in found
     lines = errors.splitlines()
     assert len(lines) == len(commands) - len(runs)
-    everything = "matplotlib numpy rich scipy scikit-learn"
-    assert lines[0].endswith(f" not installed: pip install {everything}")
+    everything = "matplotlib msgspec numpy rich scipy scikit-learn"
+    how = f"pip install {everything} (in a clone of apex: pip install '.[bench]')"
+    assert lines[0].endswith(f" not installed: {how}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["what-if", "examples/what_if/train.py:build"], 0, "bfloat16 computes `attention`"),
+        (["check", "examples/check/train.py"], 3, "1  clip-before-unscale"),
+        (["debug", "--out", "OUT", "examples/debug/attention.py"], 0, "bmm in module attention"),
+        (
+            ["what-if", "digits-cnn"],
+            2,
+            "task digits-cnn needs scikit-learn: pip install scikit-learn\n",
+        ),
+        (["what-if", "bert-base"], 2, "task bert-base needs transformers: pip install transf"),
+    ],
+)
+def test_commands_on_a_model_do_their_work_with_torch_alone(words, code, said, tmp_path):
+    words = [str(ROOT / one) if "/" in one else one.replace("OUT", str(tmp_path)) for one in words]
+    ended, out, errors = _run(
+        f"""
+from apex.commands.command_line import main
+sys.exit(main({words!r}))
+"""
+    )
+    assert ended == code, errors
+    assert said in out + errors
+    assert "Traceback" not in errors
+
+
+def test_all_that_the_extras_bring_is_hidden():
+    """Except what torch itself brings, Jinja2."""
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    listed = re.findall(r"^(?:bench|examples) = \[(.+)\]", text, re.MULTILINE)
+    names = set(re.findall(r'"([\w-]+)', " ".join(listed))) - {"jinja2"}
+    assert {one.replace("scikit-learn", "sklearn") for one in names} == minimal.EXTRAS

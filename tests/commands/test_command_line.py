@@ -105,7 +105,10 @@ def test_all_that_is_missing_is_named_before_anything_runs(capsys, install, monk
     find = importlib.util.find_spec
     hidden = lambda name: None if name == "sklearn" else find(name)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
-    said = "no_such_package, scikit-learn not installed: pip install no_such_package scikit-learn"
+    said = (
+        "no_such_package, scikit-learn not installed: pip install no_such_package scikit-learn "
+        "(in a clone of apex: pip install '.[bench]')"
+    )
     assert cli.main(["hello"]) == 2
     assert _one_line(capsys) == f"apex hello: {said}\n"
     monkeypatch.delitem(sys.modules, "apex_hello")  # its import is what fails

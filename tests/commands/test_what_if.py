@@ -57,7 +57,10 @@ def test_an_answer_a_policy_and_a_plot(run, tmp_path):
     code, out, err = run("whatif_one", "--save", "policy.json", "--plot", "p.png", "--batch", "5")
     assert (code, err) == (0, "")
     assert out.startswith("bfloat16 everywhere is safe. float16 needs a loss scale of at most")
-    assert "updates of SGD would be lost" in out
+    assert "16-bit weights would lose updates of SGD: " in out
+    assert out.splitlines()[0].endswith(
+        " Use O4 (or O5). If your device is fast in float16 only, use O1 with the policy."
+    )
     assert out.endswith("Policy written: amp.initialize(..., policy='policy.json')\n")
     policy = json.loads((tmp_path / "policy.json").read_text())
     assert policy["formats"]["float16"]["modules"].keys() == {"0", "1"}
@@ -111,6 +114,7 @@ def test_a_task_that_has_a_step_alone_is_told_what_is_missing(run):
     ("model", "options", "said"),
     [
         ("[model, model]", (), "model() returned several models"),
+        ("None", (), "model() returned a NoneType; it must return an nn.Module"),
         ("model.half()", (), "is torch.float16; pass a model in float32"),
         ("model", ("--weights", "nowhere.pt"), "No such file"),
         ("model", ("--weights", "whatif_four.py"), "UnpicklingError: Weights only load failed"),

@@ -240,6 +240,12 @@ def test_a_package_that_fails_is_shown_with_its_line(command):
 def test_what_cannot_be_run(command, capsys):
     code, out, err = command.main("debug", "none.py")
     assert (code, out, err) == (2, "", "apex debug: none.py: no such file\n")
+    book = str(command.folder / "book.ipynb")
+    command.write("{}", "book.ipynb")
+    code, out, err = command.main("debug", book)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"apex debug: {book} is a notebook: make a program of it with `jupyter ")
+    assert err.endswith("or put its training into `with apex.debug.watch(model, optimizer):`\n")
     with pytest.raises(SystemExit):
         command.main("debug")
     assert "are required: SCRIPT (see" in capsys.readouterr().err

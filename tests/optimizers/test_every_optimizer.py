@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from torch.optim.optimizer import required
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex import amp, optimizers
@@ -1233,3 +1234,20 @@ def test_a_number_deleted_from_a_group_is_named(make, groups):
         group[key] = number
     assert same(before, values(params))
     assert [one.get("step") for one in optimizer.param_groups] == counts
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "apart"),
+    [
+        (optimizers.FusedAdam, torch.optim.Adam, {}),
+        (optimizers.FusedAdam, torch.optim.AdamW, {"weight_decay": (0, 0.01)}),
+        (optimizers.FusedSGD, torch.optim.SGD, {"lr": (required, 0.001)}),
+        (optimizers.FusedAdagrad, torch.optim.Adagrad, {}),
+        (optimizers.FusedMuon, torch.optim.Muon, {}),
+    ],
+)
+def test_where_defaults_are_not_torchs(ours, torchs, apart):
+    """docs/optimizers.md names these."""
+    own, theirs = (inspect.signature(one).parameters for one in (ours, torchs))
+    pairs = {name: (own[name].default, theirs[name].default) for name in own if name in theirs}
+    assert {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} == apart

@@ -132,7 +132,7 @@ def _ranks(result: CheckResult) -> Iterator[bool]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    check_program(args)
+    check_program(args, "apex.debug.check(model, optimizer) as found")
     if args.steps < 1:
         raise UsageError(f"--steps {args.steps}: must be 1 or more")
     for kind in args.ignore:

@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn
 import apex
 from apex.commands import streams
 
-__all__ = ["Parser", "UsageError", "main", "raised", "suggestion"]
+__all__ = ["Parser", "UsageError", "main", "of_notebook", "raised", "suggestion"]
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -39,6 +39,14 @@ def raised(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith(ours)]
     return f"{text} ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else text
+
+
+def of_notebook(file: Path | str) -> str:
+    """Say how to make a program of a notebook; empty if the file is none."""
+    if Path(file).suffix != ".ipynb":
+        return ""
+    how = f"jupyter nbconvert --to script {file}"
+    return f"{file} is a notebook: make a program of it with `{how}`"
 
 
 class Command(NamedTuple):
@@ -176,7 +184,12 @@ def _missing(chosen: str) -> str:
     """Name every package that a command needs and that is not here, and how to install them."""
     needs = COMMANDS[chosen].needs if chosen in COMMANDS else ()
     names = [INSTALLED_AS.get(n, n) for n in needs if importlib.util.find_spec(n) is None]
-    return f"{', '.join(names)} not installed: pip install {' '.join(names)}" if names else ""
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)} not installed: pip install {' '.join(names)} (in a clone of apex: pip "
+        "install '.[bench]')"
+    )
 
 
 def _complain(chosen: str, message: str, code: int) -> int:

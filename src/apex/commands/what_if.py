@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -20,7 +20,6 @@ from apex.commands.bench.training import tasks
 from apex.commands.bench.training.tasks.task import Task, TaskOptions
 from apex.commands.command_line import UsageError, raised
 from apex.commands.options import add_device, at_least, check_file, pick_device
-from apex.commands.progress import progress
 from apex.debug import WhatIf, what_if
 from apex.debug.what_if.formats import FORMATS
 from apex.debug.what_if.judging import ENOUGH
@@ -30,7 +29,7 @@ the formats, so any machine will do. Prints an answer, a table and the reasons. 
 returns an object with model(), loss(model, batch) and loader(batch_size, seed)."""
 
 OK, UNDECIDED = 0, 1  # exit codes
-SECONDS = 20.0  # between lines about progress in a log file
+SECONDS = 2.0, 20.0  # between lines about progress: on a terminal, in a log file
 PLOTS = (".png", ".svg", ".pdf")
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
@@ -113,6 +112,8 @@ def _studied(task: Task, args: argparse.Namespace, device: torch.device) -> What
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             "model() returned several models. Write a task for each, or call apex.debug.what_if"
+            if isinstance(model, Sequence)
+            else f"model() returned a {type(model).__name__}; it must return an nn.Module"
         )
     if args.weights is not None:
         model.load_state_dict(torch.load(args.weights, map_location="cpu", weights_only=True))
@@ -123,26 +124,28 @@ def _studied(task: Task, args: argparse.Namespace, device: torch.device) -> What
         tree_map_only(torch.Tensor, lambda one: one.to(device), batch)
         for batch in islice(_epochs(task, args), args.batches)
     ]
-    with progress(len(batches), "") as bar:
-        said = time.monotonic()
+    return what_if(
+        model,
+        task.loss,
+        batches,
+        formats=args.formats,
+        optimizer=optimizer,
+        limit=max(len(batches), 1),
+        progress=_say_progress(),
+    )
 
-        def show(done: int, total: int) -> None:
-            nonlocal said
-            bar.update(done / total * len(batches))
-            if time.monotonic() - said > SECONDS and not sys.stderr.isatty():
-                said = time.monotonic()
-                bar.print(f"apex what-if: {done} of {total} passes over batches")
 
-        bar.describe("looking at batches")
-        return what_if(
-            model,
-            task.loss,
-            batches,
-            formats=args.formats,
-            optimizer=optimizer,
-            limit=max(len(batches), 1),
-            progress=show,
-        )
+def _say_progress() -> Callable[[int, int], None]:
+    """Make a function that writes a line on standard error now and then."""
+    said, seconds = time.monotonic(), SECONDS[not sys.stderr.isatty()]
+
+    def say(done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > seconds:
+            said = time.monotonic()
+            print(f"apex what-if: {done} of {total} passes over batches", file=sys.stderr)
+
+    return say
 
 
 def _epochs(task: Task, args: argparse.Namespace) -> Iterator[Any]:

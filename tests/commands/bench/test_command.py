@@ -23,6 +23,12 @@ from tests.commands.bench import made
 TASKS = Path(__file__).with_name("user_task.py")
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """What is kept is used again, however busy the machine of the tests is."""
+    monkeypatch.setattr(plan, "BUSY", 2.0)
+
+
 @pytest.fixture
 def log(tmp_path, monkeypatch):
     file = tmp_path / "log"
@@ -252,6 +258,18 @@ def test_what_is_kept_depends_on_the_text_of_a_task_and_on_its_data(tmp_path, mo
     assert store().get(group) is None
     with pytest.raises(UsageError, match="attempt.py was changed while attempt.py:f was trained"):
         former.put(group, kept)
+
+
+@pytest.mark.parametrize(("waited", "is_kept"), [(0.05, True), (0.3, False)])
+def test_what_other_programs_disturbed_is_trained_again(waited, is_kept, tmp_path, monkeypatch):
+    """So the same command measures again once they are closed."""
+    monkeypatch.setattr(plan, "BUSY", results.BUSY)
+    group = (made.cell("O0"), made.cell("O4"))
+    runs = tuple(made.run(of, waited=waited) for of in group)
+    store = plan.Store(tmp_path / "cells", {}, TaskOptions(torch.device("cpu")))
+    store.put(group, plan.Kept(runs, 1.5))
+    assert (store.get(group) is not None) is is_kept
+    assert (made.report(group, runs).busy is None) is is_kept
 
 
 def test_a_damaged_file_counts_as_none(tmp_path):

@@ -319,7 +319,9 @@ def test_resnet50_on_random_images():
 
 def test_missing_packages_are_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match="bert needs transformers: pip install transformers"):
+    with pytest.raises(
+        UsageError, match=r"^task bert-tiny needs transformers: pip install transformers$"
+    ):
         load("bert-tiny", QUICK)
 
 
@@ -417,17 +419,31 @@ def _module():
     return module
 
 
+OBJECT = (
+    r"an object with model\(\), loss\(model, batch\) and loader\(batch_size, seed\) "
+    r"\(docs/precision-report.md\)$"
+)
+WRITE = r"write build\(options\) that returns " + OBJECT
+RETURN = "it must return " + OBJECT
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"returned": "None"}, "what build returned is None"),
+        ({"returned": "None"}, "what build returned is None; " + RETURN),
         ({"returned": "object()"}, r"\(object\) has no function model and no loss and no loader"),
-        ({"more": "loader = None"}, r"\(Own\) has no function loader$"),
+        ({"more": "loader = None"}, r"\(Own\) has no function loader; it must return an"),
         ({"more": "accuracy = 5"}, "has accuracy of type int; it must be a function"),
         ({"more": "test_size = 2.5"}, "has test_size of type float; it must be a whole number"),
         ({"more": "epochs = 2.5"}, "has epochs of type float; it must be a whole number"),
         ({"returned": "1 / 0"}, r"build raised ZeroDivisionError: division by zero \(own_task"),
-        ({"returned": "0\ndef build(): 0"}, "own_task.* raised TypeError: .* but 1 was given$"),
+        (
+            {"returned": "0\ndef build(): 0"},
+            r"apex calls build\(options\), and .*own_task.py defines build\(\); " + WRITE,
+        ),
+        ({"returned": "0\ndef build(a, b): 0"}, r"defines build\(a, b\); " + WRITE),
+        ({"returned": "(torch.nn.Linear(1, 1), [])"}, r"returned \(tuple\) has .*; " + RETURN),
+        ({"returned": "torch.nn.Linear(1, 1)"}, r"returned \(Linear\) has .*; " + RETURN),
         ({"returned": "exit('no data')"}, "build raised SystemExit: no data"),
         ({"neighbour": "own_missing"}, r"own_task\.py raised ModuleNotFoundError: .*own_missing"),
         ({"returned": ")"}, r"own_task\.py raised SyntaxError"),
@@ -445,10 +461,13 @@ def test_a_name_that_is_no_task_is_one_line(write):
         ("digits", "use FILE.py:FUNCTION or one of digits-mlp"),
         (":build", "use FILE.py:FUNCTION"),
         ("nothing.py:build", "there is no Python file nothing.py"),
+        ("a.ipynb:build", "a.ipynb is a notebook: .* `jupyter nbconvert --to script a.ipynb`"),
         (
             write().replace(":build", ":make"),
-            "no function make in .*; write one that returns an object with model, loss, loader",
+            "no function make in .*; " + WRITE.replace("build", "make"),
         ),
+        ("train.py", "task train.py: use train.py:build or one of digits-mlp"),
+        ("train.py:", "task train.py:: use train.py:build or one of digits-mlp"),
         (write().replace(":build", ":torch"), "there is no function torch in"),
     ]:
         with pytest.raises(UsageError, match=match):

@@ -299,7 +299,7 @@ def test_the_share_that_is_reported_ends_at_one_with_a_line_after_the_first_roun
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     (line,) = lines
-    assert line.startswith("regression, batch 8: first steps in ms: O0 ")
+    assert line.startswith("regression, batch 8: first steps in ms, no result yet: O0 ")
 
 
 @pytest.mark.usefixtures("no_profiling")

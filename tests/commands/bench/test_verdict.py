@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from apex.commands.bench.intervals import Interval
+from apex.commands.bench.training import table
 from apex.commands.bench.training.answer import answers
 from apex.commands.bench.training.notes import marks, notes, problems
 from apex.commands.bench.training.results import Operator
@@ -209,6 +210,7 @@ def test_first_steps_alone_have_no_interval():
     assert found.speed is None
     assert sentences(found)[0].endswith("(3 seeds, first steps only, too few for an interval).")
     assert answers(of, [found]) == ["No answer: the trainings have 60 steps, too few to compare."]
+    assert [table._speed(line) for line in table.lines(of, [found])] == ["1.00", "≈1.95"]
 
 
 # --- quality -------------------------------------------------------------------------------------
@@ -710,7 +712,12 @@ def test_on_a_busy_machine_there_is_no_advice(waited):
         assert said.startswith("Take ")
         assert marks(of) == []
     else:
-        assert said == f"No advice: {busy}. End them and run again."
+        again = "Close them and run the same command again"
+        assert said.startswith(f"No advice: {busy}. {again}. Until then start with ")
+        (found,) = verdicts(of)
+        assert (found.speed, found.noise) == (None, busy)
+        assert sentences(found)[0] == f"O4 against O0: no verdict on speed ({busy})."
+        assert [table._speed(line) for line in table.lines(of, [found])] == ["1.00", "noisy"]
         assert marks(of) == [f"BUSY MACHINE: {busy}"]
 
 

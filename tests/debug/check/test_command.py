@@ -53,12 +53,20 @@ def test_exit_codes(check, text, code, status, own):
     ("words", "message"),
     [
         (["missing.py"], "missing.py: no such file"),
+        (
+            ["book.ipynb"],
+            "book.ipynb is a notebook: make a program of it with `jupyter nbconvert --to script "
+            "book.ipynb`, or put its training into `with apex.debug.check(model, optimizer) as "
+            "found:`",
+        ),
         (["--steps", "0", "script.py"], "--steps 0: must be 1 or more"),
         (["--ignore", "clip-before-unscal", "script.py"], "did you mean 'clip-before-unscale'?"),
     ],
 )
-def test_usage(check, words, message):
+def test_usage(check, words, message, monkeypatch):
+    monkeypatch.chdir(check.folder)
     check.write(HEALTHY)
+    check.write("{}", name="book.ipynb")
     assert check.main(*words) is None
     assert check.code == 2
     assert message in check.err
@@ -84,6 +92,34 @@ def test_what_is_printed_and_what_the_json_has(check):
         r"\(checkpoint, resume, schedule: not reached\)\n",
         check.err,
     )
+
+
+SKIPPED = """
+scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+for step in range(4):
+    opt.zero_grad()
+    loss = scaler.scale(net(torch.ones(4, 8)).square().mean()) * float("inf")
+    loss.backward()
+    scaler.step(opt)
+    scaler.update()
+    scheduler.step()
+"""
+AFTER = """
+with torch.autocast("cpu", torch.float16):
+    out = net(torch.ones(4, 8))
+    (out * 1e5).sum()
+"""
+
+
+def test_steps_are_counted_from_1_to_the_last(check):
+    """A rule that looks after a step, and a line of the program after the last one."""
+    before = HEALTHY.partition("for step")[0]
+    (one,) = check(before + SKIPPED)["found"]
+    assert (one["kind"], one["first_step"]) == ("scheduler-counts-skipped", 2)
+    assert "worst in step 4: 3 of 4 steps had been skipped" in one["measured"]
+    assert one["measured"].endswith("(3 of 4 steps)")
+    (one,) = check(HEALTHY + AFTER)["found"]
+    assert (one["kind"], one["first_step"], one["steps"]) == ("overflow-in-16-bits", 8, 8)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ on stderr and in apex-debug/ which operation made the first inf or NaN, and why.
 output, files and exit code stay the same as without this command. If nothing is wrong, it writes no
 file. It watches the modules that the script calls and whose parameters an optimizer updates."""
 
+WATCH = "apex.debug.watch(model, optimizer)"
 at_exit = atexit.register  # under this name for tests, whose process does not end
 
 
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit code of the script."""
-    check_program(args)
+    check_program(args, WATCH)
     folder, code = Path(args.out).absolute(), 1
     programs: list[Program] = []
 
@@ -81,6 +82,6 @@ def _say_the_end(programs: list[Program], *, failed: bool, skips: bool) -> None:
     else:
         text = (
             "saw no step of an optimizer whose parameters are in a module that the script calls. "
-            "Add to the script: with apex.debug.watch(model, optimizer):"
+            f"Add to the script: with {WATCH}:"
         )
     say(text)

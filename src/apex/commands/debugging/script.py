@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from apex.commands.command_line import UsageError
+from apex.commands.command_line import UsageError, of_notebook
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +31,12 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     rest.required = False  # else an error without SCRIPT names both
 
 
-def check_program(args: argparse.Namespace) -> None:
-    """Refuse a script that does not exist."""
+def check_program(args: argparse.Namespace, block: str) -> None:
+    """Refuse a script that does not exist or is a notebook, where a ``block`` does the same."""
     if not args.as_module and not Path(args.script).exists():
         raise UsageError(f"{args.script}: no such file")
+    if not args.as_module and (text := of_notebook(args.script)):
+        raise UsageError(f"{text}, or put its training into `with {block}:`")
 
 
 def prepare(script: str, arguments: list[str], *, as_module: bool) -> Callable[[], None]:

@@ -132,6 +132,13 @@ class Finding:
         if size > self._size:
             self._size, self.worst, self.worst_step = size, text, step
 
+    def ended(self, steps: int, measured: int) -> None:
+        """Count in the steps of the program: what follows the last step is counted as in it."""
+        self.first_step = min(self.first_step, steps)
+        self.worst_step = min(self.worst_step, steps)
+        self.count = min(self.count, max(steps, 1))
+        self.steps = steps if self.count > measured else measured
+
     def measured(self) -> str:
         """What was measured, in one line."""
         if not self.first_step:

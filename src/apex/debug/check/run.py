@@ -94,8 +94,7 @@ class CheckRun:
         self._send("ends")
         findings = list(self.facts.found.values())
         for found in findings:
-            measured = min(self.facts.steps, self.facts.limit)
-            found.steps = self.facts.steps if found.count > measured else measured
+            found.ended(self.facts.steps, min(self.facts.steps, self.facts.limit))
         return findings
 
     # -- attaching ---------------------------------------------------------------------------------

@@ -87,7 +87,10 @@ class Schedules(CheckRule):
                 f"{known.ahead} of {count.tried} steps had been skipped, so the learning rate was "
             )
             text += f"{rate:.4g} instead of {meant:.4g}"
-            self.facts.tell("scheduler-counts-skipped", text, size=known.ahead)
+            # The rate is that of the step before this call.
+            self.facts.tell(
+                "scheduler-counts-skipped", text, size=known.ahead, step=self.facts.steps
+            )
         known.ahead += count.tried > known.tried and count.real == known.real
         known.tried, known.real = count.tried, count.real
 

@@ -66,7 +66,7 @@ class WhatIf:
 
     @property
     def answer(self) -> str:
-        """A few sentences: each format, then what else decides between levels."""
+        """A few sentences: each format, what else decides between levels, and which to use."""
         return " ".join(self._answer())
 
     def _answer(self) -> Iterator[str]:
@@ -75,9 +75,10 @@ class WhatIf:
             yield "Nothing was measured, because no layer with a product returned any numbers."
         elif self.is_decided:
             yield from self._on_formats(scale)
-            yield f"With 16-bit weights (O3), updates of {self.optimizer} would be lost:"
-            shares = " and ".join(f"{share:.1%} in {name}" for name, share in self.lost.items())
-            yield f"{shares}; with masters (O2, O5), none."
+            lost = {name: f"{share:.1%} in {name}" for name, share in self.lost.items()}
+            yield "Without float32 masters, 16-bit weights would lose updates of"
+            yield f"{self.optimizer}: {lost['float16']} (O3) and {lost['bfloat16']};"
+            yield "with masters (O2, O5), none."
         else:
             yield f"Not decided: apex measured {self.batches} batches, and each layer needs"
             yield f"results in at least {ENOUGH}."
@@ -85,6 +86,20 @@ class WhatIf:
                 yield f"{scale}."
         if self.unseen:
             yield f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."
+        yield from self._advice()
+
+    def _advice(self) -> Iterator[str]:
+        """Which levels to use, of those that were run; bfloat16's first, which need no scale."""
+        front = "Use"
+        for form in ("bfloat16", "float16"):
+            good = [x.name for x in self.levels if x.name in LEVELS[form] and x.state == "trains"]
+            if good:
+                policy = " with the policy" if self.policy()["formats"][form]["modules"] else ""
+                other = f" (or {good[1]})" if good[1:] else ""
+                yield f"{front} {good[0]}{other}{policy}."
+                front = "If your device is fast in float16 only, use"
+        if self.levels and all(one.state == "fails" for one in self.levels):
+            yield "Stay in float32 (O0)."
 
     def _on_formats(self, scale: str) -> Iterator[str]:
         is_part = bool(self.unseen or self.others)
@@ -110,10 +125,6 @@ class WhatIf:
             also = ", as are sums of float16 numbers at O1" if "O1" in failed else ""
             yield f"At O2 the tensors between modules are float16{also}, and `{name}` returns"
             yield f"{size:.2g}."
-        if failed:
-            good = [one.name for one in self.levels if one.state == "trains"]
-            choices = " or ".join(filter(None, [", ".join(good[:-1]), *good[-1:]]))
-            yield f"Use {choices or 'O0, float32'}."
         if skipped := [one for one in self.levels if one.state == "not run"]:
             names = listed([one.name for one in skipped])
             yield f"apex did not run the whole model at {names}: {skipped[0].why}."
@@ -144,10 +155,7 @@ class WhatIf:
                 parts[0] += f" ({keep} {_names([one])})"
         if mild := [one for one in bad if one not in needed]:
             also = "also " if needed else ""
-            parts.append(
-                f"{also}computes {_names(mild)} inaccurately: {_first_reason(mild, form)}; "
-                "training may tolerate it"
-            )
+            parts.append(f"{also}computes {_names(mild)} inaccurately: {_first_reason(mild, form)}")
         if look := _names(self.states(form, "look")):
             parts.append(f"{'' if bad else 'is safe, but '}look at {look}")
         if few := _names(self.states(form, "not decided")):

@@ -53,7 +53,8 @@ def _answer(report: Results, of: Sequence[Verdict]) -> str:
         return f"No answer, because {of[0].other.label} did not finish: {of[0].other.problem}."
     right = [v for v in of if _trained(v) and not _bad(v)]
     if report.busy:
-        return f"No advice: {report.busy}. End them and run again."
+        again = "Close them and run the same command again"
+        return f"No advice: {report.busy}. {again}.{_meanwhile(report)}"
     if best := _best(right):
         return _advice(best, of)
     unknown: dict[str, list[str]] = {}
@@ -62,8 +63,22 @@ def _answer(report: Results, of: Sequence[Verdict]) -> str:
             unknown.setdefault(why, []).append(v.row.label)
     if unknown:
         why, labels = next(iter(unknown.items()))
-        return f"No answer{'' if len(labels) == len(of) else ' on ' + ', '.join(labels)}: {why}."
+        where = "" if len(labels) == len(of) else f" on {', '.join(labels)}"
+        return f"No answer{where}: {why}."
     return _stay(of, right)
+
+
+def _meanwhile(report: Results) -> str:
+    """Name the level to start with, by the 16-bit types that the device computes (levels.md)."""
+    halves = report.environment.get("device", {}).get("half_types", ())
+    native = {half["dtype"]: half["native"] for half in halves}
+    if native.get("bfloat16"):
+        return " Until then start with O4: this device has fast bfloat16."
+    if native.get("bfloat16") is False and native.get("float16"):
+        return " Until then start with O1: this device has fast float16, and no bfloat16."
+    if native.get("bfloat16") is False and native.get("float16") is False:
+        return " Until then stay with O0: this device has no fast 16-bit type."
+    return ""
 
 
 def _trained(of: Verdict) -> bool:

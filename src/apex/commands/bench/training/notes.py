@@ -175,8 +175,8 @@ def how_measured(device: torch.device) -> dict[str, str]:
         "processor time of the training thread, if the system counts involuntary switches",
         "speed": "for each seed, the median over pairs of rounds of O0's median step time divided "
         "by the level's; the interval over the seeds is Student's t, 95 % each. There is no "
-        "verdict if one step in ten takes twice the median, or if the interval spans a factor "
-        f"of {NOISY:g}",
+        "verdict if one step in ten takes twice the median, if the interval spans a factor "
+        f"of {NOISY:g}, or if the machine was busy",
         "accuracy": "after the last epoch, on data not used for training. The spread over the "
         "seeds is pooled over the levels, once for the differences from O0 and once for the "
         "accuracies; the wider interval (Student's t) counts. It is corrected for the number "

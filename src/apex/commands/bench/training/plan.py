@@ -4,7 +4,7 @@ All levels of a task, batch size and seed are a *group*: they take turns in one 
 Seeds are the outermost loop, so an interrupted matrix has all levels at the first seeds. Each
 finished group is a file in ``FOLDER/cells``, named by a digest of its cells and of all that their
 numbers depend on; a matrix that finds the file takes it and trains nothing. Groups in which
-something failed are tried again.
+something failed, or that other programs disturbed, are tried again.
 
 What runs out of memory beside the others, or takes their process down, is trained once more beside
 O0 alone, and then by itself.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from apex.commands.bench.training import tasks, turns
-from apex.commands.bench.training.results import Cell, Run, decode
+from apex.commands.bench.training.results import BUSY, Cell, Run, decode, disturbed
 from apex.commands.bench.training.tasks.task import TaskOptions
 from apex.commands.bench.training.warned import each_once
 from apex.commands.bench.training.worker import Died, in_a_process
@@ -54,14 +54,17 @@ class Store:
         self._sources: dict[str, str] = {}
 
     def get(self, group: Sequence[Cell]) -> "Kept | None":
-        """Return what is kept of a group if it was finished; a damaged file counts as nothing."""
+        """Return what is kept of a group if it was finished and other programs did not disturb it.
+
+        A damaged file counts as nothing.
+        """
         try:
             kept: Kept = decode(self._file(group).read_bytes(), Kept, FORMAT)
         except (OSError, ValueError):
             return None
         same = {run.cell for run in kept.runs} == set(group)
         failed = any(run.status == "failed" for run in kept.runs)
-        return kept if same and not failed else None
+        return kept if same and not failed and disturbed(kept.runs) < BUSY else None
 
     def put(self, group: Sequence[Cell], kept: "Kept") -> None:
         """Keep a group, whole or not at all.

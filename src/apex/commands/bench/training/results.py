@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,8 @@ from apex.commands.bench.training.precision import LEVELS
 from apex.commands.command_line import UsageError
 from apex.commands.tables import save
 
-__all__ = ["FORMAT", "Cell", "Operator", "Results", "Run", "decode", "read", "write"]
+__all__ = ["BUSY", "FORMAT", "Cell", "Operator", "Results", "Run", "decode", "disturbed", "read"]
+__all__ += ["write"]
 
 FORMAT = "apex bench 4"
 BUSY = 0.1  # share of the time; 0.00 to 0.02 on an idle machine, 0.33 and more beside a busy loop
@@ -166,7 +168,7 @@ class Results:
     @property
     def busy(self) -> str | None:
         """That other programs used this machine during the trainings."""
-        share = statistics.fmean(run.waited for run in self.runs) if self.runs else 0.0
+        share = disturbed(self.runs)
         if share < BUSY:
             return None
         return f"other programs had the processor for {share:.0%} of the time of the trainings"
@@ -180,6 +182,11 @@ class Results:
     def quick(self) -> bool:
         """Whether any cell was a quick one."""
         return any(cell.quick for cell in self.plan)
+
+
+def disturbed(runs: Sequence[Run]) -> float:
+    """Give the share of the time in which other programs had the processor; `BUSY` is too much."""
+    return statistics.fmean(run.waited for run in runs) if runs else 0.0
 
 
 def write(report: Results, path: Path) -> None:

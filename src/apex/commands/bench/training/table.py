@@ -49,7 +49,8 @@ def _speed(line: Line) -> str:
     known = line.verdict.speed if line.verdict else None
     ends = f" ({known.low:.2f}–{known.high:.2f})" if known else ""
     noisy = "noisy" if line.verdict and line.verdict.noise else None
-    return noisy or number(line.ratio, ".2f", ends)
+    about = "≈" if line.verdict and line.ratio and not known else ""
+    return noisy or about + number(line.ratio, ".2f", ends)
 
 
 def _end(name: str) -> Any:
@@ -73,7 +74,8 @@ COLUMNS: tuple[Column[Line], ...] = (
            {"speed_vs_O0": lambda x: x.ratio, "speed_vs_O0_low": _end("low"),
             "speed_vs_O0_high": _end("high")},
            "step time of O0 (TF32 off) divided by this level's, measured in turns in one process; "
-           "mean over the seeds and its interval; noisy: other programs are using this machine",
+           "mean over the seeds and its interval; ≈: too few steps or seeds for one; noisy: the "
+           "times vary too much, or other programs used this machine",
            "the row or O0 was not measured, or did not train"),
     Column("peak\nMiB", lambda x: three(x.row.peak_bytes and x.row.peak_bytes / 2**20),
            {"peak_tensor_bytes": lambda x: x.row.peak_bytes},

@@ -206,4 +206,4 @@ def _needed(trainings: Sequence[CellTraining]) -> float:
 def _first_line(trainings: Sequence[CellTraining]) -> str:
     cell = trainings[0].cell
     times = [f"{one.cell.label} {three(one.step_ms)}" for one in trainings if one.done]
-    return f"{cell.task}, batch {cell.batch}: first steps in ms: {', '.join(times)}"
+    return f"{cell.task}, batch {cell.batch}: first steps in ms, no result yet: {', '.join(times)}"

@@ -2,7 +2,8 @@
 
 *Speed.* Both levels took turns in one process, so a seed gives one ratio: the median over pairs of
 rounds of the ratio of their median step times. The interval over the seeds is Student's t. Where
-step times are uneven, or the interval spans a factor of two, there is no verdict.
+step times are uneven, the interval spans a factor of two, or other programs used the machine, there
+is no verdict.
 
 *Quality.* The rule is `judge` of ``intervals.py``: differences over the seeds, an interval that is
 corrected for the number of comparisons, and a margin. Levels whose losses are the same numbers are
@@ -153,7 +154,9 @@ def _verdict(
     pairs = _paired(row, other)
     logs = [log for mine, theirs in pairs if (log := paired_ratio(mine, theirs)) is not None]
     speed, noise = interval(logs), None
-    if row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
+    if row.report.busy:
+        speed, noise = None, row.report.busy
+    elif row.stopped or other.stopped or any(len(run.blocks) < 2 for both in pairs for run in both):
         speed = None  # of a few steps, the first
     elif row.unsteady or other.unsteady or (speed and speed.high > NOISY * speed.low):
         speed, noise = None, UNEVEN

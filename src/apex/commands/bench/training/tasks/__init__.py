@@ -6,6 +6,7 @@ decides the first weights and the order.
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from apex.commands.bench.training.tasks.task import Task, TaskOptions
-from apex.commands.command_line import UsageError, raised
+from apex.commands.command_line import INSTALLED_AS, UsageError, of_notebook, raised
 
 __all__ = ["NEEDED", "TASKS", "complete", "load"]
 
@@ -40,6 +41,10 @@ TASKS = {
 }  # fmt: skip
 
 NEEDED = ("model", "loss", "loader")
+OBJECT = (
+    "an object with model(), loss(model, batch) and loader(batch_size, seed) "
+    "(docs/precision-report.md)"
+)
 _OPTIONAL: dict[str, tuple[Any, str]] = {  # attributes with defaults in Task: what they must be
     "optimizer": (str, "a string"),
     "lr": ((int, float, type(None)), "a number"),
@@ -66,17 +71,19 @@ def load(name: str, options: TaskOptions) -> Task:
         UsageError: There is no such task, or it cannot be made; the message is one line.
     """
     if name in TASKS:
-        module, _, function = TASKS[name][0].partition(":")
-        task: Task = getattr(importlib.import_module(f"{__name__}.{module}"), function)(options)
-        return task
+        return _ours(name, options)
     path, colon, function = name.rpartition(":")
     if not colon or not path or not function:
-        raise UsageError(f"task {name}: use FILE.py:FUNCTION or one of {', '.join(TASKS)}")
+        own = f"{name.strip(':')}:build" if ".py" in name else "FILE.py:FUNCTION"
+        raise UsageError(f"task {name}: use {own} or one of {', '.join(TASKS)}")
     build = getattr(_imported(name, Path(path)), function, None)
+    write = f"write {function}(options) that returns {OBJECT}"
     if not callable(build):
+        raise UsageError(f"task {name}: there is no function {function} in {path}; {write}")
+    if given := _defined_as(build, options):
         raise UsageError(
-            f"task {name}: there is no function {function} in {path}; write one that returns an "
-            f"object with {', '.join(NEEDED)} (docs/precision-report.md, 'Your own model')"
+            f"task {name}: apex calls {function}(options), and {path} defines {function}{given}; "
+            f"{write}"
         )
     try:
         made = build(options)
@@ -87,7 +94,35 @@ def load(name: str, options: TaskOptions) -> Task:
     try:
         return complete(made)
     except TypeError as error:
-        raise UsageError(f"task {name}: what {function} returned {error}") from None
+        raise UsageError(
+            f"task {name}: what {function} returned {error}; it must return {OBJECT}"
+        ) from None
+
+
+def _ours(name: str, options: TaskOptions) -> Task:
+    module, _, function = TASKS[name][0].partition(":")
+    try:
+        task: Task = getattr(importlib.import_module(f"{__name__}.{module}"), function)(options)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "apex"):
+            raise
+        package = INSTALLED_AS.get(package, package)
+        raise UsageError(f"task {name} needs {package}: pip install {package}") from None
+    return task
+
+
+def _defined_as(build: Callable[..., Any], options: TaskOptions) -> str:
+    """The arguments of a function that cannot be called with the options; empty if it can."""
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # a built-in function
+        return ""
+    try:
+        signature.bind(options)
+    except TypeError:
+        return str(signature)
+    return ""
 
 
 def complete(made: Any) -> Task:
@@ -98,7 +133,7 @@ def complete(made: Any) -> Task:
             goes on after "what the function returned".
     """
     if made is None:
-        raise TypeError("is None; it must be a task with model, loss and loader")
+        raise TypeError("is None")
     own_step = callable(getattr(made, "step", None))  # computes its losses itself
     needed = [name for name in NEEDED if name != "loss" or not own_step]
     missing = [name for name in needed if not callable(getattr(made, name, None))]
@@ -117,7 +152,8 @@ def complete(made: Any) -> Task:
 def _imported(name: str, file: Path) -> ModuleType:
     """Import a file of the user's as ``python file`` would find its neighbours."""
     if file.suffix != ".py" or not file.is_file():
-        raise UsageError(f"task {name}: there is no Python file {file}")
+        why = of_notebook(file) or f"there is no Python file {file}"
+        raise UsageError(f"task {name}: {why}")
     file = file.resolve()
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))

@@ -1,8 +1,6 @@
-"""What our tasks share: whole batches in a random order, classification, packages not installed."""
+"""What our tasks share: whole batches in a random order, and classification."""
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 from apex.commands.bench.training.tasks.task import Task
 from apex.commands.command_line import UsageError
 
-__all__ = ["IGNORED", "Batches", "Classification", "Split", "cross_entropy", "package"]
+__all__ = ["IGNORED", "Batches", "Classification", "Split", "cross_entropy"]
 
 IGNORED = -100  # the label of what is not asked for; F.cross_entropy leaves it out
 
@@ -127,17 +125,3 @@ def _most_frequent(labels: torch.Tensor) -> float:
     """Give the per cent that are right if the answer is always the most frequent label."""
     asked = labels[labels != IGNORED]
     return 100 * int(asked.bincount().max()) / len(asked) if len(asked) else 0.0
-
-
-def package(name: str, task: str) -> ModuleType:
-    """Import a package that a task needs.
-
-    Raises:
-        UsageError: It is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0]:
-            raise
-        raise UsageError(f"--task {task} needs {error.name}: pip install {error.name}") from None

@@ -20,7 +20,6 @@ from apex.commands.bench.training.tasks.classification import (
     Batches,
     Classification,
     Split,
-    package,
 )
 from apex.commands.bench.training.tasks.task import TaskOptions
 from apex.commands.command_line import UsageError
@@ -243,7 +242,8 @@ def _masked_words(
     ``sizes`` is what differs from BERT-base, ``length`` that of a sequence, ``quick`` the number of
     sequences to train on and held out.
     """
-    transformers = package("transformers", "bert")
+    import transformers
+
     text = words()
     train, held = text.sequences(length, quick if options.quick else None)
     finish = partial(masked, size=len(text.vocabulary))
