@@ -56,11 +56,11 @@ def test_an_answer_a_policy_and_a_plot(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, out, err = run("whatif_one", "--save", "policy.json", "--plot", "p.png", "--batch", "5")
     assert (code, err) == (0, "")
-    assert out.startswith("bfloat16 everywhere is safe. float16 needs a loss scale of at most")
-    assert "16-bit weights would lose updates of SGD: " in out
-    assert out.splitlines()[0].endswith(
-        " Use O4 (or O5). If your device is fast in float16 only, use O1 with the policy."
+    assert out.startswith(
+        "Use O4 (or O5). If your device is fast in float16 only, use O1 with the policy.\n"
+        "bfloat16 everywhere is safe.\nfloat16 needs a loss scale of at most"
     )
+    assert "16-bit weights would lose updates of SGD: " in out
     assert out.endswith("Policy written: amp.initialize(..., policy='policy.json')\n")
     policy = json.loads((tmp_path / "policy.json").read_text())
     assert policy["formats"]["float16"]["modules"].keys() == {"0", "1"}

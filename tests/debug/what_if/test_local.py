@@ -324,7 +324,7 @@ def test_products_under_torch_func_are_counted(of, is_part):
         if is_part
         else "Nothing was measured"
     )
-    assert result.answer.startswith(expected)
+    assert f"\n{result.answer}".count(f"\n{expected}") == 1
 
 
 class Tied(nn.Module):
@@ -557,7 +557,7 @@ def test_an_empty_batch_decides_nothing():
     assert found(what_if(model, total, [*batches(), empty]), "safe")["bfloat16"] == ["0", "1"]
     nothing = what_if(model, total, [empty] * 8)
     assert nothing.answer == (
-        "Nothing was measured, because no layer with a product returned any numbers. "
+        "Nothing was measured, because no layer with a product returned any numbers.\n"
         "Not seen: `0`, `1`."
     )
 
@@ -600,7 +600,7 @@ def test_gradients_that_are_all_zero_were_not_seen():
     nn.init.zeros_(model[1].weight)
     result = what_if(model, loss, batches())
     assert result.unseen == ["0"]
-    assert result.answer.startswith("bfloat16 is safe for the products that were measured.")
+    assert "bfloat16 is safe for the products that were measured." in result.answer.splitlines()
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
@@ -670,9 +670,10 @@ def test_the_answer_says_what_was_not_seen():
     listed = [torch.randn(4, 8) for _ in range(8)]
     model = nn.Sequential(Own(lambda x, w: (x[:, :, None] * w).sum(1)), nn.Linear(8, 8))
     answer = what_if(model, lambda m, x: m(x).mean(), listed).answer
-    assert answer.startswith("bfloat16 is safe for the products that were measured.")
+    assert "bfloat16 is safe for the products that were measured." in answer.splitlines()
     assert "every layer that was seen is safe then." in answer
-    assert " Not seen: `0`. Use O4 " in answer
+    assert answer.startswith("Use O4 (or O5).")
+    assert answer.endswith("\nNot seen: `0`.")
 
 
 def test_an_optimizer_with_frozen_weights_is_made_again():
@@ -703,7 +704,7 @@ def test_products_that_are_not_judged_are_counted(product, name):
     model = nn.Sequential(Own(product), nn.Linear(8, 8))
     result = what_if(model, lambda m, x: m(x).mean(), listed, formats=["bfloat16"])
     assert result.others == {name: 8}
-    assert not result.answer.startswith("bfloat16 everywhere is safe")
+    assert "bfloat16 everywhere is safe" not in result.answer
     assert result.reasons().endswith(f"Products that apex did not judge: {name} (8 calls).")
 
 

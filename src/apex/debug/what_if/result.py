@@ -66,27 +66,8 @@ class WhatIf:
 
     @property
     def answer(self) -> str:
-        """A few sentences: each format, what else decides between levels, and which to use."""
-        return " ".join(self._answer())
-
-    def _answer(self) -> Iterator[str]:
-        scale = f"float16 needs a loss scale of at most {_power(self.ranges.scale)}"
-        if not self.layers:
-            yield "Nothing was measured, because no layer with a product returned any numbers."
-        elif self.is_decided:
-            yield from self._on_formats(scale)
-            lost = {name: f"{share:.1%} in {name}" for name, share in self.lost.items()}
-            yield "Without float32 masters, 16-bit weights would lose updates of"
-            yield f"{self.optimizer}: {lost['float16']} (O3) and {lost['bfloat16']};"
-            yield "with masters (O2, O5), none."
-        else:
-            yield f"Not decided: apex measured {self.batches} batches, and each layer needs"
-            yield f"results in at least {ENOUGH}."
-            if "float16" in self.formats:
-                yield f"{scale}."
-        if self.unseen:
-            yield f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."
-        yield from self._advice()
+        """Which levels to use, then a line for each format and for what else decides."""
+        return "\n".join(filter(None, map(" ".join, [self._advice(), *self._topics()])))
 
     def _advice(self) -> Iterator[str]:
         """Which levels to use, of those that were run; bfloat16's first, which need no scale."""
@@ -101,35 +82,56 @@ class WhatIf:
         if self.levels and all(one.state == "fails" for one in self.levels):
             yield "Stay in float32 (O0)."
 
-    def _on_formats(self, scale: str) -> Iterator[str]:
-        is_part = bool(self.unseen or self.others)
-        failed = [one.name for one in self.levels if one.state == "fails"]
-        if "bfloat16" in self.formats:
-            needs, safe = self._needs("bfloat16"), "everywhere is safe"
-            if not needs and any(one in failed for one in LEVELS["bfloat16"]):
-                safe = "computes each layer well by itself"
-            elif is_part:
-                safe = "is safe for the products that were measured"
-            yield f"bfloat16 {needs or safe}."
-            yield from self._failures("bfloat16")
-        if "float16" in self.formats:
-            needs = self._needs("float16")
-            safe = f"every layer {'that was seen ' if is_part else ''}is safe then"
-            if any(one in failed for one in LEVELS["float16"]):
-                safe = "it then computes each layer well by itself"
-            rest = f" and {needs.removeprefix('needs ')}" if needs.startswith("needs ") else ""
-            yield f"{scale}{rest or f'; it {needs}' if needs else f'; {safe}'}."
-            yield from self._failures("float16")
-        if self.large and "float16" in self.formats and ("O2" in failed or not self.levels):
+    def _topics(self) -> Iterator[Iterable[str]]:
+        scale = f"float16 needs a loss scale of at most {_power(self.ranges.scale)}"
+        if not self.layers:
+            yield ["Nothing was measured, because no layer with a product returned any numbers."]
+        elif self.is_decided:
+            failed = [one.name for one in self.levels if one.state == "fails"]
+            if "bfloat16" in self.formats:
+                yield self._bfloat16(failed)
+            if "float16" in self.formats:
+                yield self._float16(scale, failed)
+            if skipped := [one for one in self.levels if one.state == "not run"]:
+                names = listed([one.name for one in skipped])
+                yield [f"apex did not run the whole model at {names}: {skipped[0].why}."]
+            if "e4m3" in self.formats:
+                yield [self._e4m3()]
+            lost = {name: f"{share:.1%} in {name}" for name, share in self.lost.items()}
+            yield [
+                f"Without float32 masters, 16-bit weights would lose updates of {self.optimizer}:",
+                f"{lost['float16']} (O3) and {lost['bfloat16']}; with masters (O2, O5), none.",
+            ]
+        else:
+            seen = f"apex measured {self.batches} batches, and each layer needs results"
+            yield [f"Not decided: {seen} in at least {ENOUGH}."]
+            if "float16" in self.formats:
+                yield [f"{scale}."]
+        if self.unseen:
+            yield [f"Not seen: `{'`, `'.join(self.unseen[:SHOWN])}`."]
+
+    def _bfloat16(self, failed: list[str]) -> Iterator[str]:
+        needs, safe = self._needs("bfloat16"), "everywhere is safe"
+        if not needs and any(one in failed for one in LEVELS["bfloat16"]):
+            safe = "computes each layer well by itself"
+        elif self.unseen or self.others:
+            safe = "is safe for the products that were measured"
+        yield f"bfloat16 {needs or safe}."
+        yield from self._failures("bfloat16")
+
+    def _float16(self, scale: str, failed: list[str]) -> Iterator[str]:
+        needs = self._needs("float16")
+        safe = f"every layer {'that was seen ' if self.unseen or self.others else ''}is safe then"
+        if any(one in failed for one in LEVELS["float16"]):
+            safe = "it then computes each layer well by itself"
+        rest = f" and {needs.removeprefix('needs ')}" if needs.startswith("needs ") else ""
+        yield f"{scale}{rest or f'; it {needs}' if needs else f'; {safe}'}."
+        yield from self._failures("float16")
+        if self.large and ("O2" in failed or not self.levels):
             name, size = max(self.large.items(), key=lambda item: item[1])
             also = ", as are sums of float16 numbers at O1" if "O1" in failed else ""
             yield f"At O2 the tensors between modules are float16{also}, and `{name}` returns"
             yield f"{size:.2g}."
-        if skipped := [one for one in self.levels if one.state == "not run"]:
-            names = listed([one.name for one in skipped])
-            yield f"apex did not run the whole model at {names}: {skipped[0].why}."
-        if "e4m3" in self.formats:
-            yield self._e4m3()
 
     def _failures(self, form: str) -> Iterator[str]:
         """At which levels of a format the whole model fails."""
