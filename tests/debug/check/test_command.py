@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 
 import pytest
 import torch
@@ -47,6 +48,41 @@ def test_exit_codes(check, text, code, status, own):
     last = check.err.splitlines()[-1]
     assert last.startswith("apex check: ")
     assert last.endswith(" (checkpoint, resume, schedule: not reached)")
+
+
+MAKE = "net = nn.Linear(8, 1)\nopt = torch.optim.SGD(net.parameters(), lr=1e-3)"
+WARNS = """
+import warnings
+warnings.simplefilter("always")
+schedule = torch.optim.lr_scheduler.StepLR(opt, 100)
+schedule.step() #warns
+F.mse_loss(net(x), x[:, 0]).backward() #warns
+F.softmax(net.weight) #warns
+nn.utils.clip_grad_norm(net.parameters(), 1.0) #warns
+def warn(times):
+    if times:
+        warn(times - 1) #warns
+    else:
+        warnings.warn("mine", stacklevel=2)
+warn(2)
+opt.step()
+"""
+
+
+def test_warnings_name_the_line_that_they_name_without_it(check, monkeypatch):
+    """Of torch's schedules, of a function that a mode sees, and of the program's own."""
+    seen = []
+    text = HEAD + MAKE + "\nx = torch.randn(16, 8)" + WARNS
+
+    def note(message, category, filename, lineno, *_):
+        seen.append((filename, lineno))
+
+    before = warnings.warn
+    monkeypatch.setattr(warnings, "showwarning", note)
+    check(text)
+    lines = [i for i, one in enumerate(text.splitlines(), 1) if "#warns" in one]
+    assert seen == [(str(check.folder / "script.py"), line) for line in lines]
+    assert warnings.warn is before
 
 
 @pytest.mark.parametrize(
