@@ -131,7 +131,7 @@ class Unnoticed:
         for one in tensors:
             if isinstance(one, torch.Tensor) and one.grad_fn is not None:
                 if self._is_low is None:
-                    self._is_low = one.dtype == torch.float16 or _has_casts(one.grad_fn)
+                    self._is_low = one.dtype == torch.float16 or has_casts(one.grad_fn)
                 if self._is_low:
                     one.grad_fn.register_prehook(partial(_reached, weakref.ref(training)))
 
@@ -172,9 +172,9 @@ def _wrote(unnoticed: weakref.ref[Unnoticed], task: int, weight: torch.Tensor) -
         now.written[id(weight)] = weakref.ref(weight.grad)
 
 
-def _has_casts(node: Any) -> bool:
+def has_casts(node: Any) -> bool:
     """Whether a tensor was cast: at O1 weights are, where an operation computes in float16."""
-    nodes, seen = [node], {node}
+    nodes, seen = [node] if node else [], {node}
     for one in nodes:  # which grows
         if one.name().startswith("ToCopyBackward"):
             return True

@@ -32,7 +32,7 @@ HELP = """Run a training script as it is, look at its first steps, and list each
 with its line, what was measured in this run, and its fix. The script's output and files stay the
 same as without this command."""
 
-FOUND, NO_STEP = 3, 4
+FOUND, NO_STEP, NOT_FINITE = 3, 4, 5
 VERSION = 1  # of the JSON
 _WAIT = timedelta(seconds=60)  # for other ranks
 _REACHABLE = ("checkpoint", "resume", "schedule")
@@ -149,6 +149,7 @@ class CheckResult:
         program: Its name.
         ended: Its own exit code.
         stopped: Whether ``--stop`` has ended it.
+        not_finite: What was not finite when it ended: losses, steps, weights.
     """
 
     program: str
@@ -159,6 +160,7 @@ class CheckResult:
     not_reached: list[str] = field(default_factory=lambda: list(_REACHABLE))
     failed: list[str] = field(default_factory=list)
     ignored: int = 0
+    not_finite: str = ""
 
     @classmethod
     def of(cls, run: CheckRun | None, program: str, ended: int) -> CheckResult:
@@ -167,7 +169,7 @@ class CheckResult:
             return cls(program, ended)
         found, facts = run.finish(), run.facts
         missing = [one for one in _REACHABLE if one not in facts.reached]
-        counts = (facts.steps, found, missing, run.failed, len(facts.silenced))
+        counts = (facts.steps, found, missing, run.failed, len(facts.silenced), facts.not_finite)
         return cls(program, ended, run.stopped, *counts)
 
     def add(self, found: list[dict[str, Any]], rank: int) -> None:
@@ -183,16 +185,18 @@ class CheckResult:
                 self.found.append(Finding.of(one))
 
     def status(self) -> str:
-        """``"found"``, ``"failed"``, ``"no step"`` or ``"nothing found"``."""
+        """``"found"``, ``"failed"``, ``"not finite"``, ``"no step"`` or ``"nothing found"``."""
         if self.found:
             return "found"
         if self.ended:
             return "failed"
+        if self.not_finite:
+            return "not finite"
         return "nothing found" if self.steps else "no step"
 
     def code(self) -> int:
         """The exit code of the command."""
-        codes = {"found": FOUND, "no step": NO_STEP}
+        codes = {"found": FOUND, "no step": NO_STEP, "not finite": NOT_FINITE}
         return codes.get(self.status(), self.ended)
 
     def lines(self) -> list[str]:
@@ -202,13 +206,18 @@ class CheckResult:
         lines = [f"apex check: {number}"] if self.found else []
         for place, one in enumerate(self.found, 1):
             lines += one.lines(place)
+        none = f"no precision mistakes in {many}"
+        if not self.steps:
+            none = f"nothing was checked: no optimizer made a step in {self.program}"
         texts = {
             "found": f"exit {FOUND}; the script "
             + ("was stopped" if self.stopped else f"ended with {self.ended}"),
-            "failed": f"no precision mistakes in {many}, which ended with {self.ended}",
-            "no step": f"no optimizer made a step in {self.program}",
-            "nothing found": f"no precision mistakes in {many}",
+            "failed": f"{none}, which ended with {self.ended}",
         }
+        last = texts.get(self.status(), none)
+        if self.not_finite:
+            last += f", but {self.not_finite}"
+            last += "" if self.found else f": to find out why, run apex debug {self.program}"
         more = [f"{', '.join(self.not_reached)}: not reached"] if self.not_reached else []
         more += [f"{self.ignored} ignored"] if self.ignored else []
         more += [
@@ -216,7 +225,7 @@ class CheckResult:
         ]
         return [
             *lines,
-            f"apex check: {texts[self.status()]}" + (f" ({'; '.join(more)})" if more else ""),
+            f"apex check: {last}" + (f" ({'; '.join(more)})" if more else ""),
         ]
 
     def write(self, file: Path) -> None:
@@ -226,6 +235,7 @@ class CheckResult:
             "status": self.status(),
             "exit": None if self.stopped else self.ended,
             "steps": self.steps,
+            "not_finite": self.not_finite,
             "found": [one.as_dict() for one in self.found],
             "not_reached": self.not_reached,
             "ignored": self.ignored,

@@ -95,20 +95,6 @@ class Skips(torch.optim.SGD):
             super().step()
 opt = Skips(net.parameters(), lr=0.5, momentum=0.9)
 """, backward="(loss * (float('inf') if step % 2 else 1)).backward()"),
-    # The weights become NaN with a batch norm in float16: what says why is apex debug.
-    "amp_O3_of_a_loss_that_becomes_inf": """
-from apex import amp
-net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-opt = torch.optim.SGD(net.parameters(), lr=0.01)
-net, opt = amp.initialize(net, opt, opt_level="O3", verbosity=0)
-for step in range(6):
-    x = torch.randn(16, 8)
-    loss = F.mse_loss(net(x).float(), x[:, :1]) * (float("inf") if step == 2 else 1)
-    opt.zero_grad()
-    with amp.scale_loss(loss, opt) as scaled_loss:
-        scaled_loss.backward()
-    opt.step()
-""",
     "label_smoothing": """
 net = nn.Linear(8, 4)
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -142,7 +128,7 @@ opts = [handle.wrap_optimizer(torch.optim.Adam(net.parameters(), 1e-3)) for net 
 for step in range(6):
     fake = one(torch.randn(16, 8))
     for opt, x in zip(opts, (fake, fake.detach())):
-        with opt.scale_loss(F.mse_loss(two(x).float(), torch.ones(16, 1))) as scaled_loss:
+        with opt.scale_loss(0.1 * F.mse_loss(two(x).float(), torch.ones(16, 1))) as scaled_loss:
             scaled_loss.backward()  # the first one writes gradients of both
         opt.step()
         opt.zero_grad()
@@ -164,7 +150,7 @@ for step in range(6):
     "limit_times_the_scale": scaled(
         "nn.utils.clip_grad_norm_(net.parameters(), 0.1 * scaler.get_scale())"
     ),
-    "scale_saved_by_itself": scaled().replace("256.0", "2.0**24")
+    "scale_saved_by_itself": scaled().replace("256.0", "2.0**24").replace("(6)", "(20)")
     + "state = scaler.state_dict()\ntorch.save(opt.state_dict(), io.BytesIO())\n",
     "schedule_that_follows_from_its_rate": """
 net = nn.Linear(8, 1)
@@ -178,7 +164,30 @@ for step in range(6):
     opt.zero_grad()
 torch.save(opt.state_dict(), io.BytesIO())
 """,
-    "scale_that_falls": scaled().replace("256.0", "2.0**24"),
+    "scale_that_falls": scaled().replace("256.0", "2.0**24").replace("(6)", "(20)"),
+    "optimizer_replaced_when_the_scale_had_fallen": scaled().replace("256.0", "2.0**24") + scaled(),
+    "batch_with_a_nan_at_the_end": scaled("if step == 5: opt.param_groups[0]['params'][0].grad *= "
+                                          "float('nan')"),
+    "batches_with_a_nan_loss": scaled(
+        backward="scaler.scale(loss * (1 if step % 3 else float('nan'))).backward()"),
+    "gradient_penalty_outside_of_the_block": network(
+        "from apex import amp\nopt = torch.optim.Adam(net.parameters(), lr=1e-4)\n"
+        'net, opt = amp.initialize(net, opt, opt_level="O1", verbosity=0)', "",
+        "(0.01 * sum(p.square().sum() for p in net.parameters())).backward()\n"
+        "    with amp.scale_loss(loss, opt) as scaled_loss: scaled_loss.backward()"),
+    "average_of_the_loss_in_float16": """
+net = nn.Linear(8, 1)
+opt = torch.optim.SGD(net.parameters(), lr=1e-4)
+mean = torch.tensor(0.0).half()
+for step in range(20):
+    x = torch.randn(16, 8)
+    loss = 1 + F.mse_loss(net(x), x[:, :1])
+    mean = 0.99 * mean + 0.01 * loss.detach().half()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+print(mean)
+""",
     "schedule_that_writes_momentums": """
 net = nn.Linear(8, 1)
 opt = torch.optim.AdamW(net.parameters(), lr=0.1)

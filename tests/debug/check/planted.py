@@ -34,6 +34,7 @@ class Planted(NamedTuple):
     clean: dict[str, str]
     measured: str = ""
     fails: bool = False  # because of the mistake
+    fix: str = ""  # the first line of it, where the table's does not fit
 
     def program(self, *, twin=False, true=False):
         """The text of a script: the planted one or its twin; with the lines of a plain run."""
@@ -217,6 +218,16 @@ PLANTED["unscale_amid_accumulation"] = Planted(
     {"scaler.unscale_(opt)\n    ": ""},
     "gradients added after unscale_() count 256 times as much as those added before",
 )
+PLANTED["no_zero_grad"] = Planted(
+    "added-after-unscale",
+    scaled(backward="scaler.scale(loss).backward() #!").replace(
+        "    opt.zero_grad()\n", "    pass\n"
+    ),
+    {"    pass\n": "    opt.zero_grad()\n"},
+    "step 2: gradients added after unscale_() count 256 times as much as those of the last step, "
+    "in 4 of 4",
+    fix="optimizer.zero_grad()",
+)
 PLANTED["update_for_each_optimizer"] = Planted(
     "update-before-step",
     """
@@ -266,6 +277,12 @@ BLOCK = f"    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward
 PLANTED["amp_backward_outside"] = Planted(
     "backward-outside-scale-loss",
     AMP.replace(BLOCK, "    loss.backward() #!\n"),
+    {"    loss.backward() #!\n": BLOCK},
+    "step 1: the loss was not multiplied by the loss scale, 1024",
+)
+PLANTED["amp_backward_outside_at_O1"] = Planted(
+    "backward-outside-scale-loss",
+    AMP.replace(BLOCK, "    loss.backward() #!\n").replace('"O2"', '"O1"'),
     {"    loss.backward() #!\n": BLOCK},
     "step 1: the loss was not multiplied by the loss scale, 1024",
 )
@@ -493,6 +510,50 @@ PLANTED["scaler_not_loaded"] = Planted(
     {"schedule.load_state": "scaler.load_state_dict(of_scaler)\nschedule.load_state"},
     "the checkpoint has the scale {0:g}, and this run continued at 4.1943e+06",
 )
+AMP_RESUMED = """
+from apex import amp
+def make():
+    net = nn.Linear(8, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+    return amp.initialize(net, opt, opt_level="{level}", init_scale=2.0**22, verbosity=0)
+def train(steps):
+    for _ in range(steps):
+        x = torch.randn(16, 8)
+        opt.zero_grad()
+        with amp.scale_loss(F.mse_loss(net(x).float(), x[:, :1]), opt) as scaled_loss:
+            scaled_loss.backward()
+        opt.step()
+net, opt = make()
+train(20)
+file = io.BytesIO()
+torch.save({{"opt": opt.state_dict(), "amp": amp.state_dict()}}, file) #saves
+#T true = [amp.state_dict()["loss_scaler0"]["loss_scale"]]
+net, opt = make()
+file.seek(0)
+saved = torch.load(file)
+opt.load_state_dict(saved["opt"]) #loads
+amp.load_state_dict(saved["amp"])
+train(20)
+"""
+for level in ("O1", "O2"):
+    text = AMP_RESUMED.format(level=level)
+    head = text.replace("#saves", "#!").partition("net, opt = make()\nfile")[0]
+    PLANTED[f"amp_{level}_not_saved"] = Planted(
+        "scaler-not-saved",
+        head.replace(', "amp": amp.state_dict()', ""),
+        {'{"opt": opt.state_dict()': '{"opt": opt.state_dict(), "amp": amp.state_dict()'},
+        "the scale is {0:g} now; a resumed run starts at 4.1943e+06",
+        fix='"amp": amp.state_dict()',
+    )
+    PLANTED[f"amp_{level}_not_loaded"] = Planted(
+        "scaler-not-loaded",
+        text.replace("#loads", "#!")
+        .replace(" #saves", "")
+        .replace('amp.load_state_dict(saved["amp"])', "pass"),
+        {"pass": 'amp.load_state_dict(saved["amp"])'},
+        "the checkpoint has the scale {0:g}, and this run continued at 4.1943e+06",
+        fix='amp.load_state_dict(checkpoint["amp"])',
+    )
 PLANTED["schedule_not_loaded"] = Planted(
     "scheduler-not-loaded",
     scheduled(load=without("schedule", RESUME)),
@@ -686,7 +747,7 @@ PLANTED["counter"] = Planted(
     "sum-in-16-bits",
     averaged("seen = torch.tensor(0.0, dtype=torch.float16)", "seen += 128 #!", 20),
     {"dtype=torch.float16": "dtype=torch.float32"},
-    "it grows by 128 at each update and stops at about 2.621e+05",
+    "it grows by 128 at each update and is inf above 65504",
 )
 PLANTED["statistics"] = Planted(
     "batchnorm-in-16-bits",
@@ -757,4 +818,25 @@ for step in range(4):
 """,
     {"x.pow(2)": "x.float().pow(2)"},
     "step 1: {0} of 512 values of pow were inf; in float32 the largest is {1:.3g}",
+)
+PLANTED["loss_overflows_in_the_block"] = Planted(
+    "overflow-in-16-bits",
+    """
+net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+opt = torch.optim.SGD(net.parameters(), lr=1e-9)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-6)
+for step in range(8):
+    x = torch.randn(16, 8)
+    with torch.autocast("cpu", torch.float16):
+        out = net(x)
+        #T true.append(float(out.float().square().sum() * 1e5))
+        loss = (out ** 2).sum() * 1e5 #!
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+""",
+    {"(out ** 2)": "(out.float() ** 2)"},
+    "1 of 1 values of mul were inf; in float32 the largest is",
+    fix="compute this line on .float() inputs, outside autocast,",
 )

@@ -18,6 +18,7 @@ CLIP = "nn.utils.clip_grad_norm_(net.parameters(), 1.0)"
 HEALTHY = PLANTED["clip_grad_norm"].program(twin=True)
 FIELDS = {
     "version", "status", "exit", "steps", "found", "not_reached", "ignored", "failed_rules",
+    "not_finite",
 }  # fmt: skip
 FINDING = {
     "kind", "file", "line", "function", "text", "sentence", "fix", "first", "first_step", "worst",
@@ -47,10 +48,65 @@ def test_exit_codes(check, text, code, status, own):
     assert ("OSError: lost" in check.err) == ("OSError" in text)
     last = check.err.splitlines()[-1]
     assert last.startswith("apex check: ")
+    assert ("nothing was checked: no optimizer made a step" in last) == (found["steps"] == 0)
     assert last.endswith(" (checkpoint, resume, schedule: not reached)")
 
 
+TRAINS = """
+{make}
+for step in range(30):
+    x = torch.randn(16, 8)
+    with torch.autocast("cpu", torch.{dtype}, enabled={low}):
+        loss = F.mse_loss(net(x).float(), x[:, :1]) * {factor}
+    opt.zero_grad()
+    {backward}
+"""
 MAKE = "net = nn.Linear(8, 1)\nopt = torch.optim.SGD(net.parameters(), lr=1e-3)"
+PLAIN = "loss.backward(); opt.step()"
+SCALED = "scaler.scale(loss).backward(); scaler.step(opt); scaler.update()"
+SCALER = f"{MAKE}\nscaler = torch.amp.GradScaler('cpu', init_scale=256.0)"
+AMP = """from apex import amp
+net, opt = amp.initialize(net, opt, opt_level="{}", verbosity=0)"""
+BLOCK = "with amp.scale_loss(loss, opt) as scaled: scaled.backward()\n    opt.step()"
+GRAD_IS_NAN = "torch.sqrt((net.weight * (step < 4)).square().sum())"  # from step 5 on
+GRAD_IS_INF = "1e30"
+NAN = "25 of 30 losses were not finite (the first in step 6), weights are NaN"
+
+
+@pytest.mark.parametrize(
+    ("make", "factor", "backward", "dtype", "says"),
+    [
+        (MAKE, GRAD_IS_NAN, PLAIN, None, NAN),
+        (MAKE, GRAD_IS_NAN, PLAIN, "bfloat16", NAN),
+        (SCALER, GRAD_IS_NAN, SCALED, "float16", "26 of 30 steps were skipped"),
+        (SCALER, "float('inf')", SCALED, "float16",
+         "30 of 30 losses were not finite (the first in step 1), 30 of 30 steps were skipped"),
+        (SCALER, GRAD_IS_INF, SCALED, "float16", "30 of 30 steps were skipped"),
+        (f"{MAKE}\n{AMP.format('O1')}", GRAD_IS_INF, BLOCK, None, "30 of 30 steps were skipped"),
+        (f"{MAKE}\n{AMP.format('O2')}", GRAD_IS_INF, BLOCK, None, "30 of 30 steps were skipped"),
+        (f"{MAKE}\n{AMP.format('O4')}", GRAD_IS_NAN, BLOCK, None, NAN),
+        (f"{MAKE}\n{AMP.format('O3')}", GRAD_IS_NAN, BLOCK, None, NAN),
+    ],
+)  # fmt: skip
+def test_a_training_that_is_not_finite_is_not_all_clear(check, make, factor, backward, dtype, says):
+    names = {"dtype": dtype or "bfloat16", "low": dtype is not None}
+    found = check(HEAD + TRAINS.format(make=make, factor=factor, backward=backward, **names))
+    assert (found["found"], found["not_finite"]) == ([], says)
+    assert (found["status"], found["exit"], check.code) == ("not finite", 0, 5)
+    assert f" 30 steps of {check.folder / 'script.py'}, but {says}: to find out" in check.err
+    assert torch.overrides._len_torch_function_stack() == 0
+
+
+def test_later_steps_and_local_optimizers_are_judged_too(check):
+    text = TRAINS.format(
+        make=SCALER, factor="(1 if step < 12 else float('nan'))", backward=SCALED, dtype="float16",
+        low=True,
+    )  # fmt: skip
+    text = "def main():\n" + "\n".join(f"    {line}" for line in text.splitlines()) + "\nmain()\n"
+    found = check(HEAD + text, "--steps", "3")
+    assert found["not_finite"] == "18 of 30 losses were not finite, 18 of 30 steps were skipped"
+
+
 WARNS = """
 import warnings
 warnings.simplefilter("always")

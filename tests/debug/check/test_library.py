@@ -1,11 +1,14 @@
 """``apex.debug.check``: findings of a block in a program."""
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from apex import debug
+from apex import amp, debug
 
 
 def made():
@@ -66,6 +69,52 @@ def test_findings_are_there_after_an_error():
     train(model, optimizer, clips=True)
     assert not block.__exit__(KeyError, KeyError(), None)  # it goes on
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("factor", [float("inf"), 1.0])
+def test_no_findings_of_a_broken_training_are_no_all_clear(factor):
+    model, optimizer = made()
+    with (
+        pytest.warns(UserWarning, match="4 of 4 losses were not finite") if factor > 1
+        else contextlib.nullcontext(),
+        debug.check(model, optimizer) as found,
+    ):  # fmt: skip
+        for _ in range(4):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 8)).square().mean() * factor).backward()
+            optimizer.step()
+    assert found == []
+
+
+def test_a_block_in_which_nothing_was_checked_says_so():
+    model, optimizer = made()
+    with pytest.warns(UserWarning, match="no optimizer made a step"), debug.check() as found:
+        pass
+    assert found == []
+
+
+def test_steps_of_amp_before_the_block_are_not_counted(request):
+    request.addfinalizer(amp.reset)
+    model, optimizer = made()
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with amp.scale_loss(
+                model(torch.randn(16, 8)).float().square().mean(), optimizer
+            ) as scaled:
+                scaled.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    warnings.simplefilter("ignore")  # amp's, of the same mistake
+    train(25)
+    with debug.check(model, optimizer) as found:
+        train(3)
+    assert [(one.kind, one.count, one.steps) for one in found] == [
+        ("clip-of-model-gradients", 3, 3)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
         ignore: Kinds that are not told; ``docs/check.md`` lists all.
 
     Yields:
-        The findings: empty in the block, and filled at its end.
+        The findings: empty in the block, and filled at its end. Warns there if no optimizer made a
+        step, and if most of the last losses were not finite or most of the last steps were skipped.
 
     Raises:
         ValueError: ``steps`` is below 1, or there is no such kind.
@@ -62,8 +63,13 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
         run.add(one)
     try:
         yield found
+        if not run.facts.steps:
+            text = "no optimizer made a step in the block, so nothing was checked"
+            warnings.warn(f"apex.debug.check: {text}", stacklevel=3)
     finally:
         found += run.finish()
-        for error in run.failed:
-            text = f"apex.debug.check: apex failed in one of its checks, please report it: {error}"
-            warnings.warn(text, stacklevel=3)
+        texts = [f"apex failed in one of its checks, please report it: {e}" for e in run.failed]
+        if run.facts.not_finite:
+            texts.append(f"{run.facts.not_finite}. apex.debug.watch finds the operation")
+        for text in texts:
+            warnings.warn(f"apex.debug.check: {text}", stacklevel=3)

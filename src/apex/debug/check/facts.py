@@ -22,13 +22,15 @@ class Passed(NamedTuple):
     """One backward that wrote a gradient.
 
     ``scale`` is ``None`` if its loss was not scaled, ``updates`` how many times a scale had been
-    updated, and ``is_late`` whether ``unscale_`` had divided the gradient already.
+    updated, ``is_late`` whether ``unscale_`` had divided the gradient already, and ``is_stale``
+    whether a step had used it.
     """
 
     scale: float | None
     place: Place
     updates: int
     is_late: bool
+    is_stale: bool
 
 
 @dataclass
@@ -36,12 +38,14 @@ class Mark:
     """What is known of one gradient: which tensor and version it is, and the backwards in it.
 
     ``unscaled``: ``unscale_`` has divided it. ``touched``: the program has written it.
+    ``stepped``: a step has used it, or was skipped.
     """
 
     key: tuple[int, int]
     passes: list[Passed] = field(default_factory=list)
     unscaled: bool = False
     touched: bool = False
+    stepped: bool = False
 
     def scale(self) -> float | None:
         """What it is multiplied by, as far as that is known and not 1."""
@@ -58,12 +62,14 @@ class Count:
         tried: That it was to make; amp counts one when it has ended.
         begun: ``tried`` when the last one began.
         real: That it has made.
+        past: That amp had counted when the check began.
     """
 
     start: int = 0
     tried: int = 0
     begun: int = 0
     real: int = 0
+    past: int = 0
 
 
 class Facts:
@@ -86,6 +92,7 @@ class Facts:
         has_hooks: Whether the program has hooks on gradients: then no backward runs twice.
         is_blind: Whether functions are not looked at at all: in a program that compiles.
         reached: What else it has done: "checkpoint", "resume", "schedule".
+        not_finite: That the training did not go on to the end, in numbers; empty if it did.
     """
 
     def __init__(self, limit: int, ignored: Iterable[str] = ()) -> None:
@@ -105,10 +112,11 @@ class Facts:
         self.asked = self.asked_late = self.is_off = False
         self.network = self.low = self.has_hooks = self.is_blind = False
         self.reached: set[str] = set()
+        self.not_finite = ""
 
     def tell(
         self, kind: str, text: str, at: Place | None = None, size: float = 0.0,
-        step: int | None = None, sentence: str = "",
+        step: int | None = None, sentence: str = "", fix: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """Note a mistake.
 
@@ -119,6 +127,7 @@ class Facts:
             size: How bad it is, to keep the worst.
             step: When; by default now, 0 for a number of the whole run.
             sentence: What the line does, where that of the table does not fit.
+            fix: The same of the fix.
         """
         at, step = at or here(), self.now() if step is None else step
         key = (kind, at.file, at.line)
@@ -127,7 +136,7 @@ class Facts:
         elif key in self.found:
             self.found[key].again(step, text, size)
         else:
-            self.found[key] = Finding.new(kind, at, step, text, size, sentence)
+            self.found[key] = Finding.new(kind, at, step, text, size, sentence, fix)
 
     def has(self, *kinds: str) -> bool:
         """Whether one of these was found or silenced: others may be its symptoms."""
@@ -150,9 +159,12 @@ class Facts:
 
     def count(self, optimizer: Any) -> Count:
         """The steps of an optimizer; of one of amp as amp counts them."""
-        found = self.counts.setdefault(optimizer, Count(self.steps))
         managed = getattr(optimizer, "_amp_stash", None)
-        found.tried = max(found.tried, 0 if managed is None else managed.ledger.steps)
+        counted = 0 if managed is None else managed.ledger.steps
+        if optimizer not in self.counts:  # amp counts those before a block as well
+            self.counts[optimizer] = Count(self.steps - counted, *[counted] * 4)
+        found = self.counts[optimizer]
+        found.tried = max(found.tried, counted)
         self.steps = max(self.steps, found.start + found.tried)
         return found
 
@@ -198,7 +210,8 @@ class Facts:
             key = key_of(param)
             if key is not None and before.get(id(param)) != key:
                 mark = self.marks.setdefault(id(param), Mark(key))
-                mark.passes.append(Passed(scale, at, self.updates, mark.unscaled))
+                late = mark.unscaled, mark.stepped
+                mark.passes.append(Passed(scale, at, self.updates, *late))
                 mark.key = key
                 written.append(param)
         return written
@@ -287,6 +300,7 @@ class CheckRule:
 
     ========================== ===================================================================
     ``scales(losses, scaled)`` a GradScaler has multiplied losses
+    ``losses(roots)``          backward begins, in each step until the end
     ``backward_begins(...)``   with roots (none if gradients were passed), their scales, the line
     ``backward_ends(written)`` parameters whose gradients were written
     ``hooked(call)``           a function in a hook of a parameter's gradient, in backward

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -117,11 +118,18 @@ class Finding:
 
     @classmethod
     def new(
-        cls, kind: str, at: Place, step: int, text: str, size: float, sentence: str = ""
+        cls,
+        kind: str,
+        at: Place,
+        step: int,
+        text: str,
+        size: float,
+        sentence: str = "",
+        fix: Iterable[str] = (),
     ) -> Finding:
-        """A mistake that is seen for the first time; ``sentence`` replaces that of the table."""
+        """A mistake that is seen for the first time; the last two replace what the table has."""
         known, where = KINDS[kind], (at.file, at.line, at.function, at.text)
-        made = cls(kind, *where, sentence or known.does, known.fix, text, step)
+        made = cls(kind, *where, sentence or known.does, [*fix] or known.fix, text, step)
         made._size, made._last = size, step
         return made
 

@@ -26,13 +26,21 @@ from torch.optim.optimizer import (
 
 from apex._compat import private
 from apex.debug.attaching import around, pop_mode, warn_past
-from apex.debug.check import autocast, loss, scales, schedules, steps, sums
+from apex.debug.check import autocast, ends, loss, scales, schedules, steps, sums
 from apex.debug.check.facts import SCALE, CheckRule, Facts, is_low, key_of, scale_of, scales_of
 from apex.debug.check.finding import OURS, PROGRAM, Finding, caller, here
 from apex.debug.check.values import CalledFunctions
 from apex.debug.tensors import tensors_of
 
-RULES = (*scales.RULES, *steps.RULES, *schedules.RULES, *autocast.RULES, *loss.RULES, *sums.RULES)
+RULES = (
+    *scales.RULES,
+    *steps.RULES,
+    *schedules.RULES,
+    *autocast.RULES,
+    *loss.RULES,
+    *sums.RULES,
+    *ends.RULES,
+)
 _Scaler, _Optimizer = torch.amp.GradScaler, torch.optim.Optimizer
 
 
@@ -220,9 +228,12 @@ class CheckRun:
         return result
 
     def _stop_values(self) -> None:
-        """Look at no functions and forwards any more."""
-        while self._undo_values:
-            self._undo_values.pop()()
+        """Look at no functions and forwards any more.
+
+        Inside a function that the mode has seen, torch has taken the mode off for that time: then
+        it is taken off later.
+        """
+        self._undo_values = [undo for undo in self._undo_values if undo() is False]
 
     # -- losses and gradients ----------------------------------------------------------------------
 
@@ -248,6 +259,7 @@ class CheckRun:
     def _backward(self, inner: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         facts = self.facts
         self._look_at_the_limit()
+        self._send("losses", tensors_of(tensors))
         if not facts.measuring:
             return inner(tensors, *args, **kwargs)
         facts.quiet, facts.asked_late = 0, False  # a step that has raised left it quiet
@@ -386,6 +398,8 @@ class CheckRun:
 
     def _end_attempt(self, optimizer: Any, *, skipped: bool) -> None:
         self._send("attempt_ends", optimizer, skipped=skipped)
+        for mark in self.facts.marks_of(self.facts.params(optimizer)):
+            mark.stepped = True
         count = self.facts.count(optimizer)
         is_managed = hasattr(optimizer, "_amp_stash")
         count.tried = max(count.tried, count.begun + 1) if is_managed else count.tried + 1
@@ -404,6 +418,8 @@ class CheckRun:
             if self._stop:
                 self.stopped = True
                 raise Stop(0)
+        elif not facts.measuring:
+            self._stop_values()
 
     # -- schedules and checkpoints -----------------------------------------------------------------
 

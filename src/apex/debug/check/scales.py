@@ -13,6 +13,8 @@ from apex.debug.check.values import FunctionCall
 from apex.debug.tracing import key_of as memory_of
 
 _PART = 0.05  # of the scale: a limit of that size has the scale in it
+_NOT_ZEROED = "adds gradients to those of the last step, because nothing has set these to zero"
+_ZERO = ("optimizer.zero_grad()", "after each scaler.update()")
 _CLAMPS = ("clamp", "clip", "hardtanh", "minimum")
 
 
@@ -52,10 +54,12 @@ class Scaled(CheckRule):
             at = next(iter(bare.values())).place
             self.facts.tell("one-loss-unscaled", f"{text}parameters", at, size=scale)
         if late:
-            text = f"gradients added after unscale_() count {scale:g} times as much as those added "
-            text += f"before, in {len(late)} of {len(live)} parameters"
-            at = next(iter(late.values())).place
-            self.facts.tell("added-after-unscale", text, at, size=scale)
+            one = next(iter(late.values()))
+            text = f"gradients added after unscale_() count {scale:g} times as much as those "
+            text += "of the last step" if one.is_stale else "added before"
+            text += f", in {len(late)} of {len(live)} parameters"
+            stale = (_NOT_ZEROED, _ZERO) if one.is_stale else ("", ())
+            self.facts.tell("added-after-unscale", text, one.place, scale, None, *stale)
 
     def unscales(self, scaler: Any, optimizer: Any) -> None:
         """Compare the scale with that of the backward."""
@@ -240,7 +244,8 @@ class Amp(CheckRule):
 
         managed = self._managed()
         is_open = any(state.ledger.state.name == "OPEN" for _, state in managed)
-        is_bare = self.facts.low and scales == {None} and not is_open
+        low = [one.dtype == torch.float16 or unnoticed.has_casts(one.grad_fn) for one in roots]
+        is_bare = self.facts.low and all(low) and scales == {None} and not is_open
         bare = [
             one
             for one in managed
@@ -249,7 +254,7 @@ class Amp(CheckRule):
         self._at, self._before = at, {one: _grads(state) for one, state in bare}
 
     def backward_ends(self, written: list[torch.Tensor]) -> None:
-        """Note whose gradients it wrote: those of the weights, where masters are stepped."""
+        """Note whose gradients it wrote: those of the model, also where masters are stepped."""
         for optimizer, grads in self._before.items():
             if _grads(optimizer._amp_stash) != grads and self._at:
                 self._outside[optimizer] = self._at
@@ -278,7 +283,7 @@ class Amp(CheckRule):
 
 
 def _grads(state: Any) -> list[Any]:
-    return [key_of(weight) for weight in state.params.weights]
+    return [key_of(weight) for weight in state.params.targets]
 
 
 RULES = (Scaled, Clipping, Amp)

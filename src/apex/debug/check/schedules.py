@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,19 @@ _KEYS = {  # of their states
     "optimizer": {"param_groups", "state"},
     "scaler": {"growth_factor", "scale"},
     "scheduler": {"last_epoch", "_last_lr"},
+    "amp": {"loss_scaler0"},
+}
+_OF_AMP: dict[str, tuple[str, str, tuple[str, ...]]] = {  # kind, sentence, fix
+    "amp-not-saved": (
+        "scaler-not-saved",
+        "saves the optimizer's state but not amp's, which has the loss scale",
+        ('"amp": amp.state_dict()', 'amp.load_state_dict(checkpoint["amp"]) at resume'),
+    ),
+    "amp-not-loaded": (
+        "scaler-not-loaded",
+        "loads the optimizer's state but not amp's, which the checkpoint contains",
+        ('amp.load_state_dict(checkpoint["amp"])', "after amp.initialize"),
+    ),
 }
 
 
@@ -113,6 +127,7 @@ class Checkpoints(CheckRule):
         self._loaded: dict[str, Any] = {}
         self._taken: dict[str, Place] = {}
         self._texts: dict[str, tuple[str, Place]] = {}  # by kind of mistake
+        self._amp: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
     def saves(self, thing: Any) -> None:
         """Look what is in it, and what is not."""
@@ -121,15 +136,16 @@ class Checkpoints(CheckRule):
         self._saved |= kinds.keys()
         if "optimizer" not in kinds:
             return
-        for scaler, start in self.facts.scalers.items():
-            scale = scale_of(scaler)
+        scales = [("scaler", scale_of(one), at) for one, at in self.facts.scalers.items()]
+        scales += [("amp", one.loss_scale(), at) for one, at in self._amp.items()]
+        for name, scale, start in scales:
             if scale in [part for part in _inside(thing) if isinstance(part, float)]:
-                self._saved.add("scaler")
+                self._saved.add(name)
             if scale != start:
                 off, what = abs(math.log2(start / scale)), "doublings are lost"
                 what = "steps are skipped again" if start > scale else what
                 text = f"the scale is {scale:g} now; a resumed run starts at {start:g}, so "
-                self._texts["scaler-not-saved"] = f"{text}{off:.0f} {what}", here()
+                self._texts[f"{name}-not-saved"] = f"{text}{off:.0f} {what}", here()
         for schedule, known in self.facts.schedules.items():
             rate = _rate(schedule)
             is_other = known.rates and not math.isclose(rate, known.rates[0], rel_tol=1e-6)
@@ -146,6 +162,8 @@ class Checkpoints(CheckRule):
         """Look what is in it."""
         self.facts.reached.add("resume")
         self._loaded.update({name: part for part in _inside(thing) for name in _names(part)})
+        if "amp" in self._loaded:
+            self._loaded["amp"] = self._loaded["amp"].get("loss_scaler0", self._loaded["amp"])
 
     def takes_state(self, owner: Any) -> None:
         """Note who has loaded a state."""
@@ -154,6 +172,15 @@ class Checkpoints(CheckRule):
     def scales(self, losses: list[Any], scaled: list[Any], factor: float) -> None:
         """Compare the scale of a resumed run with that of the checkpoint."""
         self._compare("scaler", "scale", "the scale", factor)
+
+    def losses(self, roots: list[Any]) -> None:
+        """The same of amp, whose scale is there when its first block is."""
+        states = [getattr(one, "_amp_stash", None) for one in list(self.facts.optimizers)]
+        for training in (one.training for one in states if one is not None):
+            for one in training.loss_scalers if training.last_pass else ():
+                if one.dynamic and one not in self._amp:
+                    self._amp[one] = one.loss_scale()
+                    self._compare("amp", "loss_scale", "the scale", self._amp[one])
 
     def schedules(self, schedule: Any) -> None:
         """Compare the calls of a resumed run with those of the checkpoint."""
@@ -171,7 +198,8 @@ class Checkpoints(CheckRule):
         """Tell what no save had, and what no load has taken."""
         for kind, (text, at) in self._texts.items():
             if not (kind.endswith("saved") and kind.partition("-")[0] in self._saved):
-                self.facts.tell(kind, text, at, step=0)
+                name, sentence, fix = _OF_AMP.get(kind, (kind, "", ()))
+                self.facts.tell(name, text, at, step=0, sentence=sentence, fix=fix)
 
 
 def _counts(schedule: Any, calls: int) -> bool:
@@ -199,7 +227,9 @@ def _counts(schedule: Any, calls: int) -> bool:
 def _names(part: Any) -> list[str]:
     """Whether an object is an optimizer, a scaler or a schedule, or the state of one."""
     keys = part.keys() if isinstance(part, dict) else ()
-    return [n for n in _KEYS if isinstance(part, _CLASSES[n]) or (keys and keys >= _KEYS[n])]
+    return [
+        n for n in _KEYS if isinstance(part, _CLASSES.get(n, ())) or (keys and keys >= _KEYS[n])
+    ]
 
 
 def _inside(thing: Any, deep: int = _DEEP) -> Iterator[Any]:

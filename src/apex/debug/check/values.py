@@ -120,16 +120,16 @@ class CalledFunctions(TorchFunctionMode):
             result = call.run()
             self._send("hooked", call)
             return result
-        seen = all(map(_has_values, call.given))
+        seen = all(map(has_values, call.given))
         if call.writes and call.given and seen:
             self._send("writes", call)
         result = call.run()
-        if call.got and seen and all(map(_has_values, call.got)):
+        if call.got and seen and all(map(has_values, call.got)):
             self._send("function", call)
         return result
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
+def has_values(tensor: torch.Tensor) -> bool:
     """Whether its numbers are here: not of a meta, sparse or nested tensor, nor of a DTensor."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return is_plain and tensor.layout == torch.strided and not tensor.is_meta
