@@ -517,3 +517,60 @@ def test_only_one_mode_is_there_after_many_changes():
     lines.stop()
     lines.on()
     assert _get_current_function_mode_stack() == []
+
+
+ACCUMULATED = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(20, 2)
+opt = torch.optim.SGD(net.parameters(), 0.01)
+scaler = torch.amp.GradScaler("cpu", enabled=DTYPE is torch.float16)
+data = [(torch.randn(16, 20), torch.randint(2, (16,))) for _ in range(4 * N)]
+data[N + PLACE][0][1, 3] = float("nan")
+for i, (x, y) in enumerate(data):
+    with torch.autocast("cpu", DTYPE):
+        loss = torch.nn.functional.cross_entropy(net(x), y) / N
+    scaler.scale(loss).backward()
+    if (i + 1) % N == 0:
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("passes", "place"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+def test_a_row_of_one_pass_of_several_is_called_data(run, dtype, passes, place):
+    """A loss that runs again in float16 overflows: the scale of 65536 is its gradient."""
+    text = ACCUMULATED.replace("DTYPE", f"torch.{dtype}").replace("PLACE", str(place))
+    report, _ = run(text.replace("N)", f"{passes})").replace("N ", f"{passes} ").replace(
+        "N\n", f"{passes}\n"))  # fmt: skip
+    of = f" (forward {place + 1} of {passes} of this step)" if passes > 1 else ""
+    assert report["sentence"].startswith(f"Input 0 of the model{of} was not finite: 1 NaN of 320")
+    assert report["sentence"].endswith("(row 1).")
+    assert (report["cause"], report["operation"], report["line"]) == ("data", None, "")
+
+
+SURROUNDED = {  # lines that are finite only in the mode that they ran in
+    "autocast": """
+    with torch.autocast("cpu", torch.float16):
+        out = net(x) * (i != 2)
+        far = F.mse_loss(out, out - 300, reduction="sum")
+        root = out.float().square().sum(1).sqrt()  # here
+        loss = root.mean() + far / 1e9
+""",
+    "no_grad": """
+    root = out.square().sum(1).sqrt()  # here
+    with torch.no_grad():
+        weights = (out - out).sum(1).sqrt() + 1
+    loss = (root * weights).mean()
+""",
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDED)
+def test_lines_run_again_in_the_modes_that_they_ran_in(run, name):
+    """Else a sum that autocast computes in float32 overflows, or another root has a gradient."""
+    report, said = run(LOOP.replace("    LOSS", SURROUNDED[name]))
+    assert "SqrtBackward0" in report["sentence"], said
+    assert report["line"].endswith("# here")

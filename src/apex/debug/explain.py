@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class _Explanation:
         self._replay = Replay(fault.calls, self._named, fault.scale, step)
         self._any = fault.together.any
         self._notes: list[str] = []
+        self._inputs: dict[str, torch.Tensor] = {}
         self._is_between = False  # whether it came about between two forwards
         self._hint = "" if step else HINT
         usable = fault.tape is not None and fault.calls and not fault.together.needs_others
@@ -148,7 +150,10 @@ class _Explanation:
     # -- replays -------------------------------------------------------------------------------
 
     def _trace(
-        self, run: Callable[[], ReplayResult], fill: float | None = None
+        self,
+        run: Callable[[], ReplayResult],
+        fill: float | None = None,
+        find: Callable[[Trace, ReplayResult], Origin | None] | None = None,
     ) -> tuple[ReplayResult, Origin | None]:
         known: list[tuple[torch.Tensor, tuple[str, str]]] = []
         known += [(param, ("parameter", name)) for name, param in self._named.items()]
@@ -159,7 +164,9 @@ class _Explanation:
         for number, call in enumerate(calls, 1):
             of = paths[id(plain(call.model))] or "the model"
             of += f" (forward {number} of {len(calls)} of this step)" if len(calls) > 1 else ""
-            known += [(one, ("input", f"Input {i} of {of}")) for i, one in enumerate(call.inputs)]
+            inputs = {f"Input {i} of {of}": one for i, one in enumerate(call.inputs)}
+            self._inputs.update(inputs)
+            known += [(one, ("input", name)) for name, one in inputs.items()]
             for passed in call.passes.values():
                 known += [(g, ("gradient", f"output {i} of {of}")) for i, g in passed.items()]
         trace = Trace(paths, known, fill)
@@ -167,7 +174,7 @@ class _Explanation:
             self._tape.trace = trace
         with torch.compiler.set_stance("force_eager"), trace.running():
             result = run()
-        return result, self._origin(trace, result)
+        return result, (find or self._origin)(trace, result)
 
     def _origin(self, trace: Trace, result: ReplayResult) -> Origin | None:
         """The origin of what is not finite in the end: loss first, then gradients, outputs."""
@@ -211,12 +218,13 @@ class _Explanation:
                 )
         prepared = None
         if self._tape is not None and (not is_shown or after or _is_input(origin)):
-            again, inside = self._try_tape()
             self._is_between = _is_input(origin) and any(map(_came_from_a_model, self._fault.calls))
-            if _is_input(origin) and not self._is_between:
-                prepared = inside
-            elif inside is not None:
-                run, result, origin, is_shown = self._run_tape, again, inside, True
+            if origin is not None and _is_input(origin) and not self._is_between:
+                _, prepared = self._try_tape(partial(self._origin_of_input, origin.name))
+            else:
+                again, inside = self._try_tape()
+                if inside is not None:
+                    run, result, origin, is_shown = self._run_tape, again, inside, True
         if not is_shown:
             return self._not_shown(run, was_bad)
         report = self._classify(run, result, origin)
@@ -240,11 +248,21 @@ class _Explanation:
         assert self._tape is not None
         return self._tape.run(self._replay, factor)
 
-    def _try_tape(self) -> tuple[ReplayResult, Origin | None]:
+    def _try_tape(
+        self, find: Callable[[Trace, ReplayResult], Origin | None] | None = None
+    ) -> tuple[ReplayResult, Origin | None]:
         try:
-            return self._trace(self._run_tape)
+            return self._trace(self._run_tape, find=find)
         except Exception:  # noqa: BLE001  # the program's own code; the report says what is known
             return ReplayResult(), None
+
+    def _origin_of_input(self, name: str, trace: Trace, result: ReplayResult) -> Origin | None:
+        """The origin of what the tape gave to a forward as the input ``name``."""
+        for call, now in result.given:
+            for one, again in zip(call.inputs, now, strict=False):
+                if one is self._inputs.get(name):
+                    return trace.origin_of(again)
+        return None
 
     def _name_line_of_input(self, report: Report, origin: Origin) -> None:
         """Say which line before the forward made an input not finite."""
