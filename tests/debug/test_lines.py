@@ -373,12 +373,14 @@ opt.step()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_nothing_is_noted_in_workers_of_a_loader(run):
     report, said = run(HEAD.replace("for i in range(4):", WORKERS))
-    assert (report, said) == (None, "")
+    assert report is None
+    assert said.startswith("apex debug: all losses and gradients of ")
 
 
 def test_modes_of_the_program_stay_in_order(run):
     report, said = run(HEAD.replace("for i in range(4):", MODES))
-    assert (report, said) == (None, "")
+    assert report is None
+    assert said.startswith("apex debug: all losses and gradients of ")
 
 
 def test_other_networks_and_long_steps_are_not_noted():
@@ -403,7 +405,8 @@ def test_other_networks_and_long_steps_are_not_noted():
 def test_activations_are_not_kept(run):
     """Of forwards without a backward, and of two optimizers that step in turn."""
     report, said = run(HEAD.replace("for i in range(4):", KEPT))
-    assert (report, said) == (None, "")
+    assert report is None
+    assert said.startswith("apex debug: all losses and gradients of ")
 
 
 KEPT = """

@@ -46,7 +46,12 @@ _Loss = Callable[[], torch.Tensor]
 
 @dataclass
 class Fault:
-    """A step that was not finite, with what is needed to replay it."""
+    """A step that was not finite, with what is needed to replay it.
+
+    Attributes:
+        bad_loss: Whether only a loss was not finite, and no gradient.
+        is_skipped: Whether the update was skipped, so that weights are those of this step.
+    """
 
     calls: list[Call]
     models: list[torch.nn.Module]
@@ -56,6 +61,7 @@ class Fault:
     scale: float
     together: Together
     bad_loss: bool
+    is_skipped: bool
     growth: Growth | None = None
     tape: Tape | None = None
 

@@ -112,7 +112,8 @@ class Watch:
         loss of an empty batch may be anything. ``apex debug`` looks at what each backward begins
         with.
         """
-        self._losses.append(loss.detach().clone())
+        if not self._stopped:
+            self._losses.append(loss.detach().clone())
         return loss
 
     def explain(self, step: Callable[[], torch.Tensor] | None = None) -> Report:
@@ -158,6 +159,12 @@ class Watch:
         }
         copies = sum(value.nbytes for call in self._calls for _, value, _ in call.buffers)
         return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
+
+    def tell_at_end(self) -> None:
+        """Report the last fault if the program ends after it, and all its steps were skipped."""
+        is_alone = self.fault is not None and not self.fault.together.is_parallel
+        if self.report is None and is_alone and self.skipped == self.steps:
+            self._tell()
 
     def stop(self) -> None:
         """Look at no further step; hooks stay until :meth:`close`, which a hook cannot call."""
@@ -313,6 +320,19 @@ class Watch:
         inputs = [one for call in self._calls for one in call.inputs]
         return bool(self._losses) and all(one.numel() for one in inputs)
 
+    def _is_bad_at_any_scale(self) -> bool:
+        """Whether an output is NaN, or a loss is not finite.
+
+        A loss is watched with its scale, which only in float16 makes it infinite. Ranks would not
+        agree: each has a loss of its own.
+        """
+        if any(call.had_nan() for call in self._calls):
+            return True
+        if ranks.is_parallel() or not self._has_losses():
+            return False
+        wide = [one for one in self._losses if one.dtype is not torch.float16]
+        return bool(non_finite(wide)) or any(bool(one.isnan()) for one in self._losses)
+
     def _give_back(self) -> None:
         hidden, self._hidden = self._hidden, []
         for param, gradient in hidden:
@@ -341,11 +361,11 @@ class Watch:
         if self._growth is not None:
             self._growth.end()
         self._stepped.add(id(optimizer))
+        may_heal = is_bad and dynamic and not is_taken and not self._is_bad_at_any_scale()
         self._losses.clear()
         before = self._in_a_row.pop(id(optimizer), 0)
         if is_bad:
             self._in_a_row[id(optimizer)] = before + 1
-            self.skipped += int((self._skip or dynamic) and not is_taken)
             together = ranks.Together(self._models, self._group, f"{self._number}/{self.steps}")
             self.fault = Fault(
                 list(self._calls),
@@ -356,10 +376,11 @@ class Watch:
                 scale,
                 together,
                 bool(only_loss),
+                (self._skip or dynamic) and not is_taken,
                 self._growth,
                 None if self._lines is None else self._lines.tape,
             )
-            may_heal = dynamic and not is_taken and not any(call.had_nan() for call in self._calls)
+            self.skipped += int(self.fault.is_skipped)
             if self.report is None and before >= (self._patience if may_heal else 0):
                 self._tell()
         else:
