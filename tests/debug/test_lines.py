@@ -175,20 +175,20 @@ def test_the_line_is_named(run, name):
     assert report["line"] in report["sentence"]
     assert operation is None or report["operation"].split(".")[1] == operation
     if name == "batch":
-        assert "16 NaN of 128 values (all 16 rows): div (at train.py:" in report["sentence"]
+        assert "16 NaN of 128 values (all 16 rows). The operation div (at " in report["sentence"]
 
 
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        ("out[out > 9].square().mean()", "the mean of no elements"),
+        ("out[out > 9].square().mean()", "the mean of no elements; skip such a batch"),
         ("F.cross_entropy(out, torch.full((16,), -100))",
-         "all 16 labels are -100, which it ignores"),
+         "all 16 labels are -100, which it ignores; skip such a batch"),
     ],
 )  # fmt: skip
 def test_a_mean_of_nothing_is_called_one(run, loss, said):
     report, _ = run(LOOP.replace("LOSS", f"loss = {loss}"))
-    assert report["sentence"].endswith(f"gave 1 NaN of 1 values: {said}.")
+    assert report["sentence"].endswith(f"gave 1 NaN of 1 value: {said}.")
 
 
 SIZES = """
@@ -248,7 +248,7 @@ def test_a_row_that_a_mask_leaves_empty_is_named_before_a_forward_too(run):
     line = "x = x.masked_fill(torch.eye(16)[:, :1] > i - 2, -torch.inf).softmax(1)"
     report, _ = run(PREPARED.replace("LINES", line))
     assert report["sentence"].endswith("made it so: each of the 8 inputs of the row is -inf, so a "
-                                       "mask leaves it empty.")  # fmt: skip
+                                       "mask leaves it empty; leave the row out.")  # fmt: skip
 
 
 def test_what_16_bits_alone_break_is_not_said_of_float32(run):

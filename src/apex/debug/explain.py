@@ -39,8 +39,6 @@ _HALVINGS = 24
 _NOT_FINITE_EITHER = (
     "in float32 the step is not finite either: another operation makes an inf or NaN"
 )
-_LABELS = ("nll_loss_forward", "nll_loss2d_forward")
-_SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _Loss = Callable[[], torch.Tensor]
 
 
@@ -272,8 +270,7 @@ class _Explanation:
 
     def _name_line_of_input(self, report: Report, origin: Origin) -> None:
         """Say which line before the forward made an input not finite."""
-        made = f"{origin.place()} made it so{_because(origin)}"
-        report.sentence = f"{report.sentence.removesuffix('.')}: {made}."
+        report.sentence += f" The operation {origin.place()} made it so{_because(origin)}."
         report.line, report.operation, report.call = origin.line, origin.name, origin.call
 
     def _not_shown(self, run: Callable[[], ReplayResult], in_forward: bool) -> Report:
@@ -345,14 +342,14 @@ class _Explanation:
         if finite or (wide.is_finite and dtype in _HALVES):
             limit = torch.finfo(getattr(torch, dtype)).max
             beyond = f": {wide.largest:.4g} is beyond {dtype}'s largest number, {limit:.5g}"
-            end = beyond if wide.largest > limit else ""
+            end = beyond if wide.largest > limit else _because(origin)
             if not finite:
                 self._notes.append(_NOT_FINITE_EITHER)
             sentence = f"{gave} in {dtype}, and finite values in float32{end}."
             return self._make("range", sentence, origin)
         in_loss = origin.module is None and run in (self._replay.run_step, self._run_tape)
         in_loss = in_loss and not self._is_between
-        where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
+        where, cause = ("In the loss, ", "loss") if in_loss else ("", "model")
         what = "NaN" if origin.has_nan() else "inf"
         also = f" (also {what} when recomputed in float32)"
         same = also if wide.is_finite is False and dtype in _HALVES else ""
@@ -385,9 +382,10 @@ class _Explanation:
                 "is beyond float16's largest number, 65504."
             )
             return self._make("scale", sentence, origin)
+        name = origin.name[0].upper() + origin.name[1:]
         sentence = (
-            f"The loss: {origin.name} is finite and its gradient has {origin.counts()}, so the "
-            f"fault lies in the loss function or its targets{self._hint}."
+            f"{name} is finite but its gradient has {origin.counts()}, so the fault lies in the "
+            f"loss function or its targets{self._hint}."
         )
         return self._make("loss", sentence, origin)
 
@@ -455,24 +453,7 @@ def _because(origin: Origin) -> str:
     """One step further, where the inputs of the operation are known."""
     if origin.kind == "mask":
         return ", which the loss reads: a mask covers a target"
-    name = origin.name.removeprefix("aten.").partition(".")[0]
-    if origin.call is None or not origin.has_nan():
-        return ""
-    if name == "mean" and not origin.call[1][0].numel():
-        return ": the mean of no elements"
-    if name in _LABELS:
-        _, labels, _, _, ignored = origin.call[1]
-        is_empty = labels.numel() and bool((labels == ignored).all())
-        return f": all {labels.numel()} labels are {ignored}, which it ignores" if is_empty else ""
-    if name not in _SOFTMAXES:
-        return ""
-    (x, dim), size = origin.call[1][:2], 0
-    if isinstance(x, torch.Tensor) and x.dim() and isinstance(dim, int):
-        empty = (x == -math.inf).all(dim)
-        size = x.shape[dim] if bool(empty.any()) else 0
-    if not size:
-        return ""
-    return f": each of the {size} inputs of the row is -inf, so a mask leaves it empty"
+    return f": {origin.reason}" if origin.reason else ""
 
 
 def _came_from_a_model(call: Call) -> bool:
