@@ -362,6 +362,24 @@ def test_the_last_line_counts_what_it_saw(command):
     assert err == "apex debug: all gradients of 5 optimizer steps were finite\n"
 
 
+def test_the_last_line_of_a_script_that_fails_speaks_of_the_steps_before(command):
+    """It may have failed because of a loss that no backward has shown."""
+    code, _, err = command(
+        PLAIN.replace("BAD = 3", "BAD = 0") + "raise ValueError(loss * torch.nan)"
+    )
+    assert code == 1
+    said = "all losses and gradients of 5 optimizer steps before the error were finite"
+    assert err.endswith(f"apex debug: {said}\n")
+
+
+def test_losses_are_counted_where_no_step_was_seen(command):
+    text = PLAIN.replace("optimizer.step()", "loss.isfinite()").replace(".square()", ".log()")
+    _, _, err = command(text)
+    losses, advice = err.splitlines()
+    assert losses == "apex debug: 5 of 5 losses were not finite"
+    assert advice.startswith("apex debug: saw no step of an optimizer")
+
+
 def test_of_several_ranks_the_first_says_that_all_was_finite(command, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert command(PLAIN.replace("BAD = 3", "BAD = 0"))[2] == ""

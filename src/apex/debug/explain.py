@@ -296,12 +296,15 @@ class _Explanation:
                 "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
             )
         self._note_unwatched()
-        return self._make(
+        report = self._make(
             "unrepeatable",
-            "The replay of the step does not show the fault: something between backward and step "
-            "changed the gradients, or the model depends on something that a replay does not "
-            "repeat (NumPy's random numbers, files, time).",
+            "When apex ran the step again, all gradients were finite. Either the program changed "
+            "them (a hook, or code between backward and step), or the model depends on something "
+            "that a replay does not repeat (NumPy's random numbers, files, time).",
         )
+        gradients = {name: one.grad for name, one in self._named.items()}
+        report.parameters = [k for k, one in gradients.items() if one is not None and is_bad(one)]
+        return report
 
     def _note_unwatched(self) -> None:
         ours = set(map(id, self._named.values()))

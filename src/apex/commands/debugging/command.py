@@ -62,12 +62,11 @@ def run(args: argparse.Namespace) -> int:
         programs.append(Program(folder, skip=args.skip, lines=not args.no_lines))
 
     def end() -> None:  # after all threads and exit functions of the script
-        said = [program.end() for program in programs]
         for program in programs:
+            if said := program.end(failed=code != 0):
+                say(said)
             program.close()
-        if any(said):
-            say(said[0])
-        elif code == 0 and not any(program.watch.steps for program in programs):
+        if code == 0 and not any(program.watch.steps for program in programs):
             say(_NO_STEP)
 
     at_exit(end)

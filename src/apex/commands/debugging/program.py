@@ -100,7 +100,7 @@ class Program:
                 return
         self._bad_losses.append(bad)
 
-    def end(self) -> str:
+    def end(self, *, failed: bool) -> str:
         """Report what patience has held back; return one line on the run, or nothing to add."""
         self._has_ended = True
         self.watch.tell_at_end()
@@ -122,7 +122,7 @@ class Program:
         unit = "call of a closure" if self._has_closure else "optimizer step"
         if watch.steps > 1:
             unit = "calls of a closure" if self._has_closure else "optimizer steps"
-        return f"{what} of {watch.steps} {unit} were finite"
+        return f"{what} of {watch.steps} {unit}{' before the error' * failed} were finite"
 
     def _made(self, optimizer: Any) -> None:
         self._optimizers.append(optimizer)
