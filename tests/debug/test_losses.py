@@ -111,6 +111,19 @@ def test_a_loss_that_no_scale_heals_is_reported_at_once(run, level, value):
     assert said.endswith("apex debug: 3 of 5 losses were not finite\n")
 
 
+@pytest.mark.parametrize("end", ["raise", "skip"])
+def test_a_loss_without_a_step_is_explained_at_the_end(run, end):
+    """The script has looked at it itself, after backward."""
+    ends = "loss.backward()\n    if loss.isfinite(): optimizer.step()"
+    if end == "raise":
+        ends = f"{ends}\n    else: print(step, 3, 4); raise SystemExit"
+    report, said = run("loss = model(x).square().sum().mul(step < 2).log()", backward=ends)
+    assert (report["cause"], report["step"], report["since"]) == ("loss", 3, 2)
+    assert "its argument is 0; clamp the argument above 0" in report["sentence"]
+    count = "1 of 3" if end == "raise" else "3 of 5"
+    assert said.endswith(f"apex debug: {count} losses were not finite\n")
+
+
 class Attention(nn.Linear):
     def forward(self, x, mask):
         scores = super().forward(x) @ x.transpose(1, 2)

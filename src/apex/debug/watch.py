@@ -27,7 +27,7 @@ from apex.debug.explain import Fault, explain
 from apex.debug.growth import Growth
 from apex.debug.lines import Lines
 from apex.debug.report import Report
-from apex.debug.tensors import local, non_finite, plain
+from apex.debug.tensors import local, non_finite, params_of, plain
 
 _MOST_CALLS = 256  # of one step
 _numbers = itertools.count()  # of watches; the same on ranks that run the same program
@@ -161,9 +161,19 @@ class Watch:
         return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
 
     def tell_at_end(self) -> None:
-        """Report the last fault if the program ends after it, and all its steps were skipped."""
-        is_alone = self.fault is not None and not self.fault.together.is_parallel
-        if self.report is None and is_alone and self.skipped == self.steps:
+        """Report the last fault of a program that has ended, where its weights are still there.
+
+        That is a step if all were skipped, or a loss that is not finite and had no step.
+        """
+        if self.report is not None or ranks.is_parallel():
+            return
+        if self._calls and self._has_losses() and bool(non_finite(self._losses)):
+            params = [p for one in self._optimizers for p in params_of(one)]
+            found = non_finite([p.grad for p in params if p.grad is not None])
+            self.steps += 1
+            self.fault = self._fault(1.0, only_loss=not found, is_skipped=True)
+            self._tell()
+        elif self.fault is not None and self.skipped == self.steps:
             self._tell()
 
     def stop(self) -> None:
@@ -366,21 +376,9 @@ class Watch:
         before = self._in_a_row.pop(id(optimizer), 0)
         if is_bad:
             self._in_a_row[id(optimizer)] = before + 1
-            together = ranks.Together(self._models, self._group, f"{self._number}/{self.steps}")
-            self.fault = Fault(
-                list(self._calls),
-                self._models,
-                self._optimizers,
-                self.steps,
-                self._since,
-                scale,
-                together,
-                bool(only_loss),
-                (self._skip or dynamic) and not is_taken,
-                self._growth,
-                None if self._lines is None else self._lines.tape,
-            )
-            self.skipped += int(self.fault.is_skipped)
+            is_skipped = (self._skip or dynamic) and not is_taken
+            self.skipped += int(is_skipped)
+            self.fault = self._fault(scale, only_loss=bool(only_loss), is_skipped=is_skipped)
             if self.report is None and before >= (self._patience if may_heal else 0):
                 self._tell()
         else:
@@ -392,6 +390,21 @@ class Watch:
             self._drop()
         if self._lines is not None:
             self._lines.end_step(is_last=is_last)
+
+    def _fault(self, scale: float, *, only_loss: bool, is_skipped: bool) -> Fault:
+        return Fault(
+            list(self._calls),
+            self._models,
+            self._optimizers,
+            self.steps,
+            self._since,
+            scale,
+            ranks.Together(self._models, self._group, f"{self._number}/{self.steps}"),
+            only_loss,
+            is_skipped,
+            self._growth,
+            None if self._lines is None else self._lines.tape,
+        )
 
     def _tell(self) -> None:
         if self._on_fault == "keep":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
     def end() -> None:  # after all threads and exit functions of the script
         for program in programs:
-            if said := program.end(failed=code != 0):
-                say(said)
+            with suppress(RuntimeError):  # of a GPU that has failed
+                if said := program.end(failed=code != 0):
+                    say(said)
             program.close()
         if code == 0 and not any(program.watch.steps for program in programs):
             say(_NO_STEP)
