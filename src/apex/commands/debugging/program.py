@@ -122,7 +122,8 @@ class Program:
         unit = "call of a closure" if self._has_closure else "optimizer step"
         if watch.steps > 1:
             unit = "calls of a closure" if self._has_closure else "optimizer steps"
-        return f"{what} of {watch.steps} {unit}{' before the error' * failed} were finite"
+        before = "before the script stopped, " if failed else ""
+        return f"{before}{what} of {watch.steps} {unit} were finite"
 
     def _made(self, optimizer: Any) -> None:
         self._optimizers.append(optimizer)
