@@ -35,6 +35,7 @@ class Net(nn.Module):
 BAD = 3
 """
 )
+FINITE = "all losses and gradients of {} optimizer steps were finite"
 PLAIN = (
     MODEL
     + """
@@ -158,10 +159,10 @@ def test_repro_of_what_is_finite(command):
     assert "All values are finite" in out
 
 
-def test_healthy_scripts_leave_nothing(command):
+def test_healthy_scripts_leave_one_line_and_no_file(command):
     code, out, err = command(PLAIN.replace("BAD = 3", "BAD = 0"))
 
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"apex debug: {FINITE.format(5)}\n")
     assert out.endswith("True\n")
     assert command.files() == []
 
@@ -332,7 +333,11 @@ print(scaler.get_scale() > 0)
 
 def test_grad_scaler(command):
     code, out, err = command(SCALED.replace("{bad}", "0"))
-    assert (code, out, err) == (0, "True\n", "")  # its overflows heal
+    assert (code, out) == (0, "True\n")
+    assert err == (  # its overflows heal
+        "apex debug: 17 of 60 steps were skipped because gradients were not finite, and all losses "
+        "were finite\n"
+    )
     assert command.files() == []
 
     code, out, err = command(SCALED.replace("{bad}", "1"))
@@ -340,6 +345,52 @@ def test_grad_scaler(command):
     report = command.report()
     assert (report["cause"], report["module"], report["step"]) == ("model", "", 17)
     assert "were skipped" not in err  # 16 of 17, and of the other 43 nobody knows
+
+
+@pytest.mark.parametrize("steps", [1, 16])
+def test_a_run_whose_steps_were_all_skipped_is_explained_at_its_end(command, steps):
+    text = SCALED.replace("{bad}", "0").replace("2.0**30", "2.0**40")
+    code, _, err = command(text.replace("range(60)", f"range({steps})"))
+    assert code == 0
+    assert (command.report()["cause"], command.report()["step"]) == ("scale", steps)
+    assert err.endswith(f"apex debug: {steps} of {steps} steps were skipped\n")
+
+
+def test_the_last_line_counts_what_it_saw(command):
+    _, _, err = command(PLAIN.replace("BAD = 3", "BAD = 0").replace("range(1, 6)", "range(1, 2)"))
+    assert err == "apex debug: all losses and gradients of 1 optimizer step were finite\n"
+    text = PLAIN.replace("BAD = 3", "BAD = 0").replace("loss.backward()", "loss = loss * 1")
+    closure = "optimizer.step(lambda: (loss.backward(), loss)[1])"
+    _, _, err = command(text.replace("optimizer.step()", closure))
+    assert err == "apex debug: all losses and gradients of 5 calls of a closure were finite\n"
+    text = PLAIN.replace("BAD = 3", "BAD = 0")
+    _, _, err = command(text.replace("loss.backward()", "loss.backward(torch.tensor(1.0))"))
+    assert err == "apex debug: all gradients of 5 optimizer steps were finite\n"
+
+
+def test_the_last_line_of_a_script_that_fails_speaks_of_the_steps_before(command):
+    """It may have failed because of a loss that no backward has shown."""
+    code, _, err = command(
+        PLAIN.replace("BAD = 3", "BAD = 0") + "raise ValueError(loss * torch.nan)"
+    )
+    assert code == 1
+    assert err.endswith(f"apex debug: before the script stopped, {FINITE.format(5)}\n")
+
+
+def test_losses_are_counted_where_no_step_was_seen(command):
+    """The optimizer steps float32 copies, as in mixed precision by hand."""
+    text = PLAIN.replace(
+        "model.parameters()", "[p.clone().detach() for p in model.parameters()]", 1
+    )
+    _, _, err = command(text.replace(".square()", ".log()"))
+    losses, advice = err.splitlines()
+    assert losses == "apex debug: 5 of 5 losses were not finite"
+    assert advice.startswith("apex debug: saw no step of an optimizer")
+
+
+def test_of_several_ranks_the_first_says_that_all_was_finite(command, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert command(PLAIN.replace("BAD = 3", "BAD = 0"))[2] == ""
 
 
 OFF = SCALED.replace("{bad}", "1").replace('"cpu", init', '"cpu", enabled=False, init')

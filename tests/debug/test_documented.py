@@ -72,10 +72,13 @@ def test_parts_that_a_script_calls_are_watched_one_by_one(tmp_path, monkeypatch,
     assert main(["debug", "--skip", "parts.py"]) == 0
     said = capsys.readouterr()
     assert said.out == "True\n"
-    assert "The loss: div (in SqrtBackward0, the backward of parts.py:7 in <module>" in said.err
+    assert "In the loss, div (in SqrtBackward0, the backward of parts.py:7 in <module>" in said.err
     assert main(["debug", "--skip", "--no-lines", "parts.py"]) == 0
     said = capsys.readouterr().err
-    assert "The loss: output 0 of Linear[0] (forward 1 of 2 of this step) is finite" in said
+    assert (
+        "Output 0 of Linear[0] (forward 1 of 2 of this step) is finite but its gradient has "
+        in said
+    )
 
 
 CLOSURE = """

@@ -73,7 +73,7 @@ def test_a_loss_without_labels_is_reported_though_gradients_are_finite(run, befo
     assert (report["cause"], report["step"]) == ("loss", 3)
     assert report["operation"] == "aten.nll_loss_forward.default"
     assert "cross_entropy(model(x).float(), y)" in report["line"]
-    assert said.endswith("apex debug: 3 losses were not finite\n")
+    assert said.endswith("apex debug: 3 of 5 losses were not finite\n")
 
 
 def test_a_mask_that_covers_the_target_is_named(run):
@@ -84,7 +84,7 @@ def test_a_mask_that_covers_the_target_is_named(run):
         "gave 4 inf of 20 values, which the loss reads: a mask covers a target."
         in (report["sentence"])
     )
-    assert said.endswith("apex debug: 1 loss was not finite\n")
+    assert said.endswith("apex debug: 1 of 5 losses were not finite\n")
 
 
 def test_dice_of_an_empty_image_behind_a_dead_relu(run):
@@ -94,8 +94,34 @@ def test_dice_of_an_empty_image_behind_a_dead_relu(run):
     assert report["cause"] == "loss"
 
 
-def test_a_healthy_script_is_not_spoken_of(run):
-    assert run("loss = cross_entropy(model(x), y)") == (None, "")
+def test_a_healthy_script_has_no_report(run):
+    report, said = run("loss = cross_entropy(model(x), y)")
+    assert (report, said.count("\n")) == (None, 1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "GradScaler"])
+@pytest.mark.parametrize("value", ["s.log()", "s / s"])
+def test_a_loss_that_no_scale_heals_is_reported_at_once(run, level, value):
+    """Though its gradients are not finite either, and the step is skipped."""
+    before, backward = (AMP[0].replace("LEVEL", level), AMP[1]) if level != "GradScaler" else SCALER
+    loss = f"s = model(x).float().square().sum() * (step < 2); loss = {value}"
+    report, said = run(loss, before, backward)
+    assert (report["cause"], report["step"]) == ("loss", 3)
+    assert report["line"].startswith("train.py:10 in <module>: ")
+    assert said.endswith("apex debug: 3 of 5 losses were not finite\n")
+
+
+@pytest.mark.parametrize("end", ["raise", "skip"])
+def test_a_loss_without_a_step_is_explained_at_the_end(run, end):
+    """The script has looked at it itself, after backward."""
+    ends = "loss.backward()\n    if loss.isfinite(): optimizer.step()"
+    if end == "raise":
+        ends = f"{ends}\n    else: print(step, 3, 4); raise SystemExit"
+    report, said = run("loss = model(x).square().sum().mul(step < 2).log()", backward=ends)
+    assert (report["cause"], report["step"], report["since"]) == ("loss", 3, 2)
+    assert "its argument is 0; clamp the argument above 0" in report["sentence"]
+    count = "1 of 3" if end == "raise" else "3 of 5"
+    assert said.endswith(f"apex debug: {count} losses were not finite\n")
 
 
 class Attention(nn.Linear):
@@ -112,7 +138,9 @@ def test_an_empty_row_and_its_sample_are_named():
     report = explained(model, lambda: model(torch.randn(4, 7, 8), mask).square().mean(), told=True)
     said = "gave 49 NaN of 196 values (in sample 2 of the batch, of 4): each of the 7 inputs"
     assert said in report.sentence
-    assert report.sentence.endswith("of the row is -inf, so a mask leaves it empty.")
+    assert report.sentence.endswith(
+        "of the row is -inf, so a mask leaves it empty; leave the row out."
+    )
 
 
 def test_what_float32_does_not_heal_is_said():
@@ -121,7 +149,7 @@ def test_what_float32_does_not_heal_is_said():
     model.register_forward_hook(lambda module, args, output: (output * 0).log() - output.log())
     x = -torch.ones(3, 4, dtype=torch.bfloat16)
     sentence = explained(model, lambda: model(x).sum()).sentence
-    assert sentence.endswith("when recomputed in float32).")
+    assert " when recomputed in float32): its arguments range from -" in sentence
     assert "(also " in sentence
 
 

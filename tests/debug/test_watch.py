@@ -380,7 +380,9 @@ def test_on_fault():
         watch = bad_step()
     assert watch.report.cause == "loss"
 
-    with pytest.raises(debug.NonFiniteError, match="apex.debug: The loss") as error:
+    with pytest.raises(
+        debug.NonFiniteError, match="apex.debug: Output 0 of the model is finite but"
+    ) as error:
         bad_step(on_fault="raise")
     assert error.value.report.cause == "loss"
 

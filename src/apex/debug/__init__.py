@@ -13,8 +13,8 @@ the program does not. When a step is not finite, its update is skipped and the s
 * ``calls`` is what is kept of a forward, and how it runs again;
 * ``lines`` notes what is computed outside of the model and ``tape`` runs it again, ``growth`` notes
   the size of weights (these for ``apex debug``), ``undisturbed`` hides a replay from the program;
-* ``tracing`` looks at each operation of a replay, ``operations`` has the lists for that, and
-  ``widening`` repeats a replay in float32;
+* ``tracing`` looks at each operation of a replay, ``operations`` has the lists for that,
+  ``reasons`` reads from its arguments why it broke, and ``widening`` repeats a replay in float32;
 * ``explain`` chooses the replays and concludes the cause, ``update`` repeats an optimizer's update,
   ``ranks`` lets ranks explain together;
 * ``report`` is what comes out, ``reproduce`` the file with one operation that shows the fault.

@@ -28,6 +28,7 @@ from apex._compat.private import tree_flatten, tree_map
 from apex.debug.tensors import is_bad, local, plain
 
 _ON_DEVICES = ("cpu", "cuda")
+AutocastState = tuple[str, torch.dtype, bool, bool]
 _MAPPINGS = (dict, UserDict)  # of classes that torch.utils._pytree does not know
 
 
@@ -72,6 +73,24 @@ def random_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _uses_gpus() else [])]
 
 
+def autocast_states() -> list[AutocastState]:
+    """The arguments of ``torch.autocast`` that give back what is set now."""
+    cache = torch.is_autocast_cache_enabled()
+    return [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache)
+        for kind in _ON_DEVICES[: 1 + _uses_gpus()]
+    ]
+
+
+@contextmanager
+def autocast_of(states: list[AutocastState]) -> Iterator[None]:
+    """Run what is inside under the autocast that :func:`autocast_states` returned."""
+    with ExitStack() as stack:
+        for entry in states:
+            stack.enter_context(torch.autocast(*entry))
+        yield
+
+
 def stateful(model: torch.nn.Module) -> list[torch.Tensor]:
     """Buffers that a forward may read after it has written them; BatchNorm's it does not read."""
     return [
@@ -111,11 +130,7 @@ class Call:
         self.inputs = tensors_in((args, kwargs) if kwargs else args)
         self._versions = [version_of(tensor) for tensor in self.inputs]
         self.random = random_states()
-        cache = torch.is_autocast_cache_enabled()
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache)
-            for kind in _ON_DEVICES[: 1 + _uses_gpus()]
-        ]
+        self.autocast = autocast_states()
         self.training = model.training
         self.buffers = [(one, one.detach().clone(), version_of(one)) for one in buffers]
         self.passes: dict[int, dict[int, torch.Tensor]] = {}
@@ -195,12 +210,14 @@ class ReplayResult:
         gradients: Name of a parameter -> its gradient, summed over the calls.
         outputs: The outputs of each call that matters.
         inputs: The gradients of inputs, which another call may have given.
+        given: What a tape gave to each call, in the order of its inputs.
         loss: Of ``step()``.
     """
 
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: list[list[torch.Tensor]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
+    given: list[tuple[Call, list[torch.Tensor]]] = field(default_factory=list)
     loss: torch.Tensor | None = None
 
     def bad_outputs(self) -> list[torch.Tensor]:
@@ -317,9 +334,7 @@ def as_it_was(call: Call, *, autocast: bool = True) -> Iterator[None]:
         call.model.train(call.training)
     for buffer, value, _ in call.buffers:
         buffer.data.copy_(value)
-    with ExitStack() as stack, torch.enable_grad():
-        for entry in call.autocast if autocast else ():
-            stack.enter_context(torch.autocast(*entry))
+    with autocast_of(call.autocast if autocast else []), torch.enable_grad():
         yield
     for module, mode in modes:  # the next call may need train() with a frozen part in eval
         module.training = mode

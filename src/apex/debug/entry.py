@@ -45,7 +45,7 @@ def watch(
         skip: Skip updates that would write an inf or NaN, also where the program would not.
         patience: Skipped steps in a row, under a dynamic loss scale, that are taken as normal. 16
             halvings take the usual start, 65,536, to 1. A step in which an output of the model was
-            NaN is not normal at any scale.
+            NaN, or a watched loss not finite, is not normal at any scale.
         process_group: The ranks that hold parts of one model, where they are no DTensors.
         every: Look every so many steps for modules whose gradients leave the band of their last
             samples, see :attr:`Watch.drifts`; 0 for never. Waits for the device.

@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,14 +39,17 @@ _HALVINGS = 24
 _NOT_FINITE_EITHER = (
     "in float32 the step is not finite either: another operation makes an inf or NaN"
 )
-_LABELS = ("nll_loss_forward", "nll_loss2d_forward")
-_SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _Loss = Callable[[], torch.Tensor]
 
 
 @dataclass
 class Fault:
-    """A step that was not finite, with what is needed to replay it."""
+    """A step that was not finite, with what is needed to replay it.
+
+    Attributes:
+        bad_loss: Whether only a loss was not finite, and no gradient.
+        is_skipped: Whether the update was skipped, so that weights are those of this step.
+    """
 
     calls: list[Call]
     models: list[torch.nn.Module]
@@ -55,6 +59,7 @@ class Fault:
     scale: float
     together: Together
     bad_loss: bool
+    is_skipped: bool
     growth: Growth | None = None
     tape: Tape | None = None
 
@@ -97,6 +102,7 @@ class _Explanation:
         self._replay = Replay(fault.calls, self._named, fault.scale, step)
         self._any = fault.together.any
         self._notes: list[str] = []
+        self._inputs: dict[str, torch.Tensor] = {}
         self._is_between = False  # whether it came about between two forwards
         self._hint = "" if step else HINT
         usable = fault.tape is not None and fault.calls and not fault.together.needs_others
@@ -148,7 +154,10 @@ class _Explanation:
     # -- replays -------------------------------------------------------------------------------
 
     def _trace(
-        self, run: Callable[[], ReplayResult], fill: float | None = None
+        self,
+        run: Callable[[], ReplayResult],
+        fill: float | None = None,
+        find: Callable[[Trace, ReplayResult], Origin | None] | None = None,
     ) -> tuple[ReplayResult, Origin | None]:
         known: list[tuple[torch.Tensor, tuple[str, str]]] = []
         known += [(param, ("parameter", name)) for name, param in self._named.items()]
@@ -159,7 +168,9 @@ class _Explanation:
         for number, call in enumerate(calls, 1):
             of = paths[id(plain(call.model))] or "the model"
             of += f" (forward {number} of {len(calls)} of this step)" if len(calls) > 1 else ""
-            known += [(one, ("input", f"Input {i} of {of}")) for i, one in enumerate(call.inputs)]
+            inputs = {f"Input {i} of {of}": one for i, one in enumerate(call.inputs)}
+            self._inputs.update(inputs)
+            known += [(one, ("input", name)) for name, one in inputs.items()]
             for passed in call.passes.values():
                 known += [(g, ("gradient", f"output {i} of {of}")) for i, g in passed.items()]
         trace = Trace(paths, known, fill)
@@ -167,7 +178,7 @@ class _Explanation:
             self._tape.trace = trace
         with torch.compiler.set_stance("force_eager"), trace.running():
             result = run()
-        return result, self._origin(trace, result)
+        return result, (find or self._origin)(trace, result)
 
     def _origin(self, trace: Trace, result: ReplayResult) -> Origin | None:
         """The origin of what is not finite in the end: loss first, then gradients, outputs."""
@@ -211,12 +222,13 @@ class _Explanation:
                 )
         prepared = None
         if self._tape is not None and (not is_shown or after or _is_input(origin)):
-            again, inside = self._try_tape()
             self._is_between = _is_input(origin) and any(map(_came_from_a_model, self._fault.calls))
-            if _is_input(origin) and not self._is_between:
-                prepared = inside
-            elif inside is not None:
-                run, result, origin, is_shown = self._run_tape, again, inside, True
+            if origin is not None and _is_input(origin) and not self._is_between:
+                _, prepared = self._try_tape(partial(self._origin_of_input, origin.name))
+            else:
+                again, inside = self._try_tape()
+                if inside is not None:
+                    run, result, origin, is_shown = self._run_tape, again, inside, True
         if not is_shown:
             return self._not_shown(run, was_bad)
         report = self._classify(run, result, origin)
@@ -240,16 +252,25 @@ class _Explanation:
         assert self._tape is not None
         return self._tape.run(self._replay, factor)
 
-    def _try_tape(self) -> tuple[ReplayResult, Origin | None]:
+    def _try_tape(
+        self, find: Callable[[Trace, ReplayResult], Origin | None] | None = None
+    ) -> tuple[ReplayResult, Origin | None]:
         try:
-            return self._trace(self._run_tape)
+            return self._trace(self._run_tape, find=find)
         except Exception:  # noqa: BLE001  # the program's own code; the report says what is known
             return ReplayResult(), None
 
+    def _origin_of_input(self, name: str, trace: Trace, result: ReplayResult) -> Origin | None:
+        """The origin of what the tape gave to a forward as the input ``name``."""
+        for call, now in result.given:
+            for one, again in zip(call.inputs, now, strict=False):
+                if one is self._inputs.get(name):
+                    return trace.origin_of(again)
+        return None
+
     def _name_line_of_input(self, report: Report, origin: Origin) -> None:
         """Say which line before the forward made an input not finite."""
-        made = f"{origin.place()} made it so{_because(origin)}"
-        report.sentence = f"{report.sentence.removesuffix('.')}: {made}."
+        report.sentence += f" The operation {origin.place()} made it so{_because(origin)}."
         report.line, report.operation, report.call = origin.line, origin.name, origin.call
 
     def _not_shown(self, run: Callable[[], ReplayResult], in_forward: bool) -> Report:
@@ -275,12 +296,15 @@ class _Explanation:
                 "uncompiled (torch.compiler.set_stance('force_eager')) does not.",
             )
         self._note_unwatched()
-        return self._make(
+        report = self._make(
             "unrepeatable",
-            "The replay of the step does not show the fault: something between backward and step "
-            "changed the gradients, or the model depends on something that a replay does not "
-            "repeat (NumPy's random numbers, files, time).",
+            "When apex ran the step again, all gradients were finite. Either the program changed "
+            "them (a hook, or code between backward and step), or the model depends on something "
+            "that a replay does not repeat (NumPy's random numbers, files, time).",
         )
+        gradients = {name: one.grad for name, one in self._named.items()}
+        report.parameters = [k for k, one in gradients.items() if one is not None and is_bad(one)]
+        return report
 
     def _note_unwatched(self) -> None:
         ours = set(map(id, self._named.values()))
@@ -321,14 +345,14 @@ class _Explanation:
         if finite or (wide.is_finite and dtype in _HALVES):
             limit = torch.finfo(getattr(torch, dtype)).max
             beyond = f": {wide.largest:.4g} is beyond {dtype}'s largest number, {limit:.5g}"
-            end = beyond if wide.largest > limit else ""
+            end = beyond if wide.largest > limit else _because(origin)
             if not finite:
                 self._notes.append(_NOT_FINITE_EITHER)
             sentence = f"{gave} in {dtype}, and finite values in float32{end}."
             return self._make("range", sentence, origin)
         in_loss = origin.module is None and run in (self._replay.run_step, self._run_tape)
         in_loss = in_loss and not self._is_between
-        where, cause = ("The loss: ", "loss") if in_loss else ("", "model")
+        where, cause = ("In the loss, ", "loss") if in_loss else ("", "model")
         what = "NaN" if origin.has_nan() else "inf"
         also = f" (also {what} when recomputed in float32)"
         same = also if wide.is_finite is False and dtype in _HALVES else ""
@@ -361,9 +385,10 @@ class _Explanation:
                 "is beyond float16's largest number, 65504."
             )
             return self._make("scale", sentence, origin)
+        name = origin.name[0].upper() + origin.name[1:]
         sentence = (
-            f"The loss: {origin.name} is finite and its gradient has {origin.counts()}, so the "
-            f"fault lies in the loss function or its targets{self._hint}."
+            f"{name} is finite but its gradient has {origin.counts()}, so the fault lies in the "
+            f"loss function or its targets{self._hint}."
         )
         return self._make("loss", sentence, origin)
 
@@ -431,24 +456,7 @@ def _because(origin: Origin) -> str:
     """One step further, where the inputs of the operation are known."""
     if origin.kind == "mask":
         return ", which the loss reads: a mask covers a target"
-    name = origin.name.removeprefix("aten.").partition(".")[0]
-    if origin.call is None or not origin.has_nan():
-        return ""
-    if name == "mean" and not origin.call[1][0].numel():
-        return ": the mean of no elements"
-    if name in _LABELS:
-        _, labels, _, _, ignored = origin.call[1]
-        is_empty = labels.numel() and bool((labels == ignored).all())
-        return f": all {labels.numel()} labels are {ignored}, which it ignores" if is_empty else ""
-    if name not in _SOFTMAXES:
-        return ""
-    (x, dim), size = origin.call[1][:2], 0
-    if isinstance(x, torch.Tensor) and x.dim() and isinstance(dim, int):
-        empty = (x == -math.inf).all(dim)
-        size = x.shape[dim] if bool(empty.any()) else 0
-    if not size:
-        return ""
-    return f": each of the {size} inputs of the row is -inf, so a mask leaves it empty"
+    return f": {origin.reason}" if origin.reason else ""
 
 
 def _came_from_a_model(call: Call) -> bool:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from apex._compat import private
 from apex._compat.private import tree_map
 from apex.debug.attaching import pop_mode
-from apex.debug.calls import Call, tensors_in, version_of
+from apex.debug.calls import Call, autocast_states, tensors_in, version_of
 from apex.debug.tape import Forward, Recorded, Ref, Tape
 from apex.debug.tensors import tensors_of
 
@@ -228,8 +228,10 @@ class Lines(TorchFunctionMode):
         frame: Any = sys._getframe(2)
         while frame is not None and _is_of_a_library(frame.f_code.co_filename):
             frame = frame.f_back
-        place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-        self.tape.items.append(Recorded(func, args, kwargs, self._made(results), *place))
+        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        modes = autocast_states(), torch.is_grad_enabled()
+        made = self._made(results)
+        self.tape.items.append(Recorded(func, args, kwargs, made, code, at, *modes))
 
     def _kept(self, value: Any, others: list[torch.Tensor]) -> Any:
         """An argument with references to what was made; ``others`` are the other tensors in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,16 @@ dist = torch.distributed
 
 def _is_up() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def is_parallel() -> bool:
+    """Whether this process is one of several ranks."""
+    return _is_up() and dist.get_world_size() > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the only one or rank 0, also when its process group has ended."""
+    return (dist.get_rank() if _is_up() else int(os.environ.get("RANK") or 0)) == 0
 
 
 def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:
@@ -54,7 +65,7 @@ class Together:
         self._params = [param for model in models for param in model.parameters()]
         self._group, self._name, self._attempts = group, name, 0
         self._alone = False  # others did not come to explain
-        self.is_parallel = _is_up() and dist.get_world_size() > 1
+        self.is_parallel = is_parallel()
         self.rank = dist.get_rank() if self.is_parallel else None
         kinds = {type(module).__name__ for model in models for module in model.modules()}
         synchronised = any("SyncBatchNorm" in kind for kind in kinds)

@@ -19,7 +19,7 @@ OUTSIDE = {  # kind of origin -> cause and sentence
         "wrote without torch seeing it.",
     ),
     "collective": ("rank", "{name} brought {counts} from another rank."),
-    "tensor": ("loss", "{counts} came from a tensor that existed before the step (targets?)."),
+    "tensor": ("loss", "A tensor from before the step, such as the targets, has {counts}{rows}."),
 }
 
 

@@ -12,10 +12,12 @@ import torch
 
 from apex._compat.private import tree_map
 from apex.debug.calls import (
+    AutocastState,
     Call,
     Replay,
     ReplayResult,
     as_it_was,
+    autocast_of,
     random_states,
     set_random_states,
     tensors_in,
@@ -31,7 +33,8 @@ class Recorded(NamedTuple):
     """A function that a program called, and where.
 
     Tensors that the tape has seen made are references, in ``args`` too: a tensor would keep its
-    graph, with the activations of forwards without a backward.
+    graph, with the activations of forwards without a backward. A loss that is computed inside of
+    autocast in float32 overflows outside of it, and one under ``no_grad`` has no gradient.
     """
 
     function: Any
@@ -40,6 +43,8 @@ class Recorded(NamedTuple):
     results: list[Ref[torch.Tensor]]
     code: CodeType | None
     instruction: int
+    autocast: list[AutocastState]
+    has_grad: bool
 
 
 class Forward(NamedTuple):
@@ -139,12 +144,14 @@ class Tape:
         if isinstance(item, Recorded):
             self._at(item)
             args, kwargs = tree_map(lambda one: made.get(id(one), one), (item.args, item.kwargs))
-            now = tensors_of(item.function(*args, **kwargs))
+            with autocast_of(item.autocast), torch.set_grad_enabled(item.has_grad):
+                now = tensors_of(item.function(*args, **kwargs))
             self._at(None)
         else:
             call = item.call
             with as_it_was(call):
                 args, kwargs = tree_map(lambda one: self._now(one, made), (call.args, call.kwargs))
+                result.given.append((call, tensors_in((args, kwargs) if kwargs else args)))
                 now = tensors_in(call.model(*args, **kwargs))
             result.outputs.append(now)
         made.update({id(ref): one for ref, one in zip(item.results, now, strict=False)})

@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_modules
 from apex._compat import private
 from apex._compat.private import tree_map
 from apex.debug.operations import MOVES, READS_MASKS, is_masking, name_of
+from apex.debug.reasons import reason
 from apex.debug.tensors import HALVES, describe, is_bad, local, tensors_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -52,6 +53,7 @@ class Origin:
             program has written, the line in it.
         node: In backward, autograd's name of the function, ``"SqrtBackward0"``; not where the
             program has written it.
+        reason: Why it gave this value, see :func:`apex.debug.reasons.reason`.
         call: Operation, arguments and keyword arguments, as they were before it ran.
     """
 
@@ -63,6 +65,7 @@ class Origin:
     direction: str = "forward"
     line: str = ""
     node: str = ""
+    reason: str = ""
     call: tuple[Any, Any, Any] | None = None
 
     def has_nan(self) -> bool:
@@ -73,7 +76,8 @@ class Origin:
         """How many values were NaN and inf, for a sentence."""
         nan, inf = self.values["nan"], self.values["inf"]
         parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "inf")) if count]
-        return f"{' and '.join(parts)} of {self.values['elements']} values"
+        elements = self.values["elements"]
+        return f"{' and '.join(parts)} of {elements} {'value' if elements == 1 else 'values'}"
 
     def place(self) -> str:
         """The operation with module, direction and line, for a sentence."""
@@ -271,7 +275,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
             self._set(tensor, new)
         elif is_bad(tensor):
             new.values = describe(tensor)
-            self._set(tensor, self._choose(new, operation, before, origins))
+            self._set(tensor, self._choose(new, operation, before, origins, tensor))
         elif not self._is_part_of_bad(tensor):
             self._set(tensor, None)
 
@@ -282,7 +286,12 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         return has_origin and part.nbytes < part.untyped_storage().nbytes()
 
     def _choose(
-        self, new: Origin, operation: Any, before: tuple[Any, Any], origins: list[Origin]
+        self,
+        new: Origin,
+        operation: Any,
+        before: tuple[Any, Any],
+        origins: list[Origin],
+        result: torch.Tensor,
     ) -> Origin:
         """The origin of a result that is not finite: the operation's own, or an argument's."""
         name = name_of(operation)
@@ -296,6 +305,7 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         elif not origins and name in MOVES and not _narrows(new, before):
             new.kind = "memory"
         new.call = (operation, *tree_map(_detached, before))
+        new.reason = reason(name, new.node, *before, result)
         return new
 
 

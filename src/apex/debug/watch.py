@@ -27,7 +27,7 @@ from apex.debug.explain import Fault, explain
 from apex.debug.growth import Growth
 from apex.debug.lines import Lines
 from apex.debug.report import Report
-from apex.debug.tensors import local, non_finite, plain
+from apex.debug.tensors import local, non_finite, params_of, plain
 
 _MOST_CALLS = 256  # of one step
 _numbers = itertools.count()  # of watches; the same on ranks that run the same program
@@ -112,7 +112,8 @@ class Watch:
         loss of an empty batch may be anything. ``apex debug`` looks at what each backward begins
         with.
         """
-        self._losses.append(loss.detach().clone())
+        if not self._stopped:
+            self._losses.append(loss.detach().clone())
         return loss
 
     def explain(self, step: Callable[[], torch.Tensor] | None = None) -> Report:
@@ -158,6 +159,22 @@ class Watch:
         }
         copies = sum(value.nbytes for call in self._calls for _, value, _ in call.buffers)
         return sum(held.values()), copies + sum(s.nbytes for c in self._calls for s in c.random)
+
+    def tell_at_end(self) -> None:
+        """Report the last fault of a program that has ended, where its weights are still there.
+
+        That is a step if all were skipped, or a loss that is not finite and had no step.
+        """
+        if self.report is not None or ranks.is_parallel():
+            return
+        if self._calls and self._has_losses() and bool(non_finite(self._losses)):
+            params = [p for one in self._optimizers for p in params_of(one)]
+            found = non_finite([p.grad for p in params if p.grad is not None])
+            self.steps += 1
+            self.fault = self._fault(1.0, only_loss=not found, is_skipped=True)
+            self._tell()
+        elif self.fault is not None and self.skipped == self.steps:
+            self._tell()
 
     def stop(self) -> None:
         """Look at no further step; hooks stay until :meth:`close`, which a hook cannot call."""
@@ -313,6 +330,19 @@ class Watch:
         inputs = [one for call in self._calls for one in call.inputs]
         return bool(self._losses) and all(one.numel() for one in inputs)
 
+    def _is_bad_at_any_scale(self) -> bool:
+        """Whether an output is NaN, or a loss is not finite.
+
+        A loss is watched with its scale, which only in float16 makes it infinite. Ranks would not
+        agree: each has a loss of its own.
+        """
+        if any(call.had_nan() for call in self._calls):
+            return True
+        if ranks.is_parallel() or not self._has_losses():
+            return False
+        wide = [one for one in self._losses if one.dtype is not torch.float16]
+        return bool(non_finite(wide)) or any(bool(one.isnan()) for one in self._losses)
+
     def _give_back(self) -> None:
         hidden, self._hidden = self._hidden, []
         for param, gradient in hidden:
@@ -341,25 +371,14 @@ class Watch:
         if self._growth is not None:
             self._growth.end()
         self._stepped.add(id(optimizer))
+        may_heal = is_bad and dynamic and not is_taken and not self._is_bad_at_any_scale()
         self._losses.clear()
         before = self._in_a_row.pop(id(optimizer), 0)
         if is_bad:
             self._in_a_row[id(optimizer)] = before + 1
-            self.skipped += int((self._skip or dynamic) and not is_taken)
-            together = ranks.Together(self._models, self._group, f"{self._number}/{self.steps}")
-            self.fault = Fault(
-                list(self._calls),
-                self._models,
-                self._optimizers,
-                self.steps,
-                self._since,
-                scale,
-                together,
-                bool(only_loss),
-                self._growth,
-                None if self._lines is None else self._lines.tape,
-            )
-            may_heal = dynamic and not is_taken and not any(call.had_nan() for call in self._calls)
+            is_skipped = (self._skip or dynamic) and not is_taken
+            self.skipped += int(is_skipped)
+            self.fault = self._fault(scale, only_loss=bool(only_loss), is_skipped=is_skipped)
             if self.report is None and before >= (self._patience if may_heal else 0):
                 self._tell()
         else:
@@ -371,6 +390,21 @@ class Watch:
             self._drop()
         if self._lines is not None:
             self._lines.end_step(is_last=is_last)
+
+    def _fault(self, scale: float, *, only_loss: bool, is_skipped: bool) -> Fault:
+        return Fault(
+            list(self._calls),
+            self._models,
+            self._optimizers,
+            self.steps,
+            self._since,
+            scale,
+            ranks.Together(self._models, self._group, f"{self._number}/{self.steps}"),
+            only_loss,
+            is_skipped,
+            self._growth,
+            None if self._lines is None else self._lines.tape,
+        )
 
     def _tell(self) -> None:
         if self._on_fault == "keep":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
 HELP = """Run a training script as it is. At the first step whose gradients are not finite, report
 on stderr and in apex-debug/ which operation made the first inf or NaN, and why. The script's own
 output, files and exit code stay the same as without this command. If nothing is wrong, it writes no
-file. It watches the modules that the script calls and whose parameters an optimizer updates."""
+file, and one line at the end. It watches the modules that the script calls and whose parameters an
+optimizer updates."""
 
 WATCH = "apex.debug.watch(model, optimizer)"
+_NO_STEP = (
+    "saw no step of an optimizer whose parameters are in a module that the script calls. "
+    f"Add to the script: with {WATCH}:"
+)
 at_exit = atexit.register  # under this name for tests, whose process does not end
 
 
@@ -59,29 +65,15 @@ def run(args: argparse.Namespace) -> int:
 
     def end() -> None:  # after all threads and exit functions of the script
         for program in programs:
+            with suppress(RuntimeError):  # of a GPU that has failed
+                if said := program.end(failed=code != 0):
+                    say(said)
             program.close()
-        _say_the_end(programs, failed=code != 0, skips=args.skip)
+        if code == 0 and not any(program.watch.steps for program in programs):
+            say(_NO_STEP)
 
     at_exit(end)
     main = prepare(args.script, args.arguments, as_module=args.as_module)
     after_import("torch", watch)
     code = exit_code(main)
     return code
-
-
-def _say_the_end(programs: list[Program], *, failed: bool, skips: bool) -> None:
-    watch = programs[0].watch if programs else None
-    if programs and programs[0].has_told_of_a_loss:
-        count = programs[0].bad_losses()
-        say(f"{count} loss{'es were' if count > 1 else ' was'} not finite")
-    # Without --skip nobody counts the steps after the report.
-    if skips and watch is not None and watch.skipped and watch.report is not None:
-        text = f"{watch.skipped} of {watch.steps} steps were skipped"
-    elif failed or (watch is not None and watch.steps):
-        return
-    else:
-        text = (
-            "saw no step of an optimizer whose parameters are in a module that the script calls. "
-            f"Add to the script: with {WATCH}:"
-        )
-    say(text)

@@ -19,6 +19,7 @@ from apex.amp import scaling
 from apex.commands.command_line import UsageError
 from apex.commands.debugging.script import say
 from apex.commands.options import check_folder
+from apex.debug import ranks
 from apex.debug.attaching import after_init, around
 from apex.debug.growth import Growth
 from apex.debug.lines import Lines
@@ -31,8 +32,7 @@ class Program:
     """One watch on all modules and optimizers of a program.
 
     Attributes:
-        watch: The watch, for what is said at the end.
-        has_told_of_a_loss: Whether its report is on a loss with finite gradients.
+        watch: The watch.
     """
 
     def __init__(self, folder: Path, *, skip: bool, lines: bool = True) -> None:
@@ -51,7 +51,9 @@ class Program:
         self._unseen: set[int] = set()  # their parameters without a module that was called
         self._looked_at: WeakSet[torch.nn.Module] = WeakSet()  # modules without any of these
         self._call = torch.nn.Module.__call__
-        self.has_told_of_a_loss = self._is_in_backward = False
+        self._is_in_backward = self._has_closure = self._has_ended = False
+        self._counts_steps = self._counts_losses = True  # not what follows from a reported fault
+        self._losses = 0  # how many were looked at
         self._bad_losses: list[torch.Tensor] = []  # of each device one count
         self._undo = [
             around(torch.Tensor, "backward", self._backward),
@@ -86,17 +88,42 @@ class Program:
             self._is_in_backward = False
 
     def _count(self, loss: torch.Tensor) -> None:
-        """Count one that is not finite; a GPU is not waited for."""
-        bad = (~loss.isfinite()).sum()
+        """Count one that is not finite; a GPU is not waited for.
+
+        In float16 its scale may have made it infinite.
+        """
+        self._losses += 1
+        bad = (loss.isnan() if loss.dtype is torch.float16 else ~loss.isfinite()).sum()
         for count in self._bad_losses:
             if count.device == bad.device:
                 count.add_(bad)
                 return
         self._bad_losses.append(bad)
 
-    def bad_losses(self) -> int:
-        """How many losses were not finite."""
-        return sum(int(one) for one in self._bad_losses)
+    def end(self, *, failed: bool) -> str:
+        """Report what patience has held back; return one line on the run, or nothing to add."""
+        self._has_ended = True
+        self.watch.tell_at_end()
+        watch, bad = self.watch, sum(int(one) for one in self._bad_losses)
+        is_told = watch.report is not None
+        parts = []
+        if watch.skipped and self._counts_steps:
+            parts.append(f"{watch.skipped} of {watch.steps} steps were skipped")
+        if bad and self._counts_losses:
+            parts.append(f"{bad} of {self._losses} losses were not finite")
+        if is_told or bad or not watch.steps:
+            return " and ".join(parts)
+        if not ranks.is_first():
+            return ""
+        if parts:
+            finite = ", and all losses were finite" if self._losses else ""
+            return f"{parts[0]} because gradients were not finite{finite}"
+        what = "all losses and gradients" if self._losses else "all gradients"
+        unit = "call of a closure" if self._has_closure else "optimizer step"
+        if watch.steps > 1:
+            unit = "calls of a closure" if self._has_closure else "optimizer steps"
+        before = "before the script stopped, " if failed else ""
+        return f"{before}{what} of {watch.steps} {unit} were finite"
 
     def _made(self, optimizer: Any) -> None:
         self._optimizers.append(optimizer)
@@ -122,6 +149,7 @@ class Program:
         if self._lines is not None:
             self._lines.off()
         if len(args) > 1 or kwargs.get("closure") is not None:
+            self._has_closure = True
             self._attach(optimizer)
 
     def _called(self, module: torch.nn.Module) -> None:
@@ -147,7 +175,8 @@ class Program:
 
     def _write(self, report: Report) -> None:
         fault = self.watch.fault
-        self.has_told_of_a_loss = fault is not None and fault.bad_loss
+        self._counts_losses = fault is not None and (fault.bad_loss or fault.is_skipped)
+        self._counts_steps = self._skip or self._has_ended
         say(report.text(), front="")
         rank = f"-rank{report.rank}" if report.rank else ""
         try:
@@ -162,7 +191,7 @@ class Program:
             say(f"did not save the operation: {error}")
         except (OSError, RuntimeError, UsageError) as error:  # the script goes on
             say(f"could not write all files: {error}")
-        if not self._skip:
+        if not self._counts_steps:
             self.watch.stop()  # what comes next follows from this fault
 
 
