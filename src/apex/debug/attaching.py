@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +13,6 @@ from apex._compat import private
 
 _Begin = Callable[[torch.nn.Module, Any, Any], Any]  # what it returns is given to the other
 _End = Callable[[Any, Any], None]
-_APEX = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_MODES = torch.overrides.__file__
 
 
 def put_on_model(model: torch.nn.Module, begin: _Begin, end: _End) -> Callable[[], None]:
@@ -101,31 +96,6 @@ def around(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], No
 
     setattr(owner, name, function)
     return lambda: setattr(owner, name, inner)
-
-
-def warn_past(folder: str) -> Callable[[], None]:
-    """Let ``warnings.warn`` count no frames of files in ``folder``; return what undoes that.
-
-    A torch function that warns about its caller's line then names the program's, also where a
-    function mode has called it again. Functions of apex count the frames themselves.
-    """
-
-    def warn(inner: Any, message: Any, category: Any = None, stacklevel: int = 1, *more: Any,
-             **options: Any) -> None:  # fmt: skip
-        frame: Any = sys._getframe(2)  # whose call this is
-        is_of_apex = frame.f_code.co_filename.startswith(_APEX)
-        level, left = 2 + stacklevel, 0 if is_of_apex else stacklevel - 1
-        code, called_by = frame.f_code, ""  # of what is counted, the file of what is not
-        while left > 0 and (frame := frame.f_back) is not None:
-            file = frame.f_code.co_filename
-            is_seen_by_mode = called_by == _MODES and frame.f_code is code
-            if is_seen_by_mode or file == _MODES or file.startswith((folder, __file__)):
-                level, called_by = level + 1, file
-            else:
-                left, code, called_by = left - 1, frame.f_code, ""
-        inner(message, category, level, *more, **options)
-
-    return around(warnings, "warn", warn)
 
 
 def after_init(kind: Any, tell: Callable[[Any], None]) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import warnings
 
 import pytest
 import torch
@@ -105,40 +104,6 @@ def test_later_steps_and_local_optimizers_are_judged_too(check):
     text = "def main():\n" + "\n".join(f"    {line}" for line in text.splitlines()) + "\nmain()\n"
     found = check(HEAD + text, "--steps", "3")
     assert found["not_finite"] == "18 of 30 losses were not finite, 18 of 30 steps were skipped"
-
-
-WARNS = """
-import warnings
-warnings.simplefilter("always")
-schedule = torch.optim.lr_scheduler.StepLR(opt, 100)
-schedule.step() #warns
-F.mse_loss(net(x), x[:, 0]).backward() #warns
-F.softmax(net.weight) #warns
-nn.utils.clip_grad_norm(net.parameters(), 1.0) #warns
-def warn(times):
-    if times:
-        warn(times - 1) #warns
-    else:
-        warnings.warn("mine", stacklevel=2)
-warn(2)
-opt.step()
-"""
-
-
-def test_warnings_name_the_line_that_they_name_without_it(check, monkeypatch):
-    """Of torch's schedules, of a function that a mode sees, and of the program's own."""
-    seen = []
-    text = HEAD + MAKE + "\nx = torch.randn(16, 8)" + WARNS
-
-    def note(message, category, filename, lineno, *_):
-        seen.append((filename, lineno))
-
-    before = warnings.warn
-    monkeypatch.setattr(warnings, "showwarning", note)
-    check(text)
-    lines = [i for i, one in enumerate(text.splitlines(), 1) if "#warns" in one]
-    assert seen == [(str(check.folder / "script.py"), line) for line in lines]
-    assert warnings.warn is before
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from apex._compat import private
-from apex.debug.attaching import around, pop_mode, warn_past
+from apex.debug.attaching import around, pop_mode
 from apex.debug.check import autocast, ends, loss, scales, schedules, steps, sums
 from apex.debug.check.facts import SCALE, CheckRule, Facts, is_low, key_of, scale_of, scales_of
 from apex.debug.check.finding import OURS, PROGRAM, Finding, caller, here
@@ -95,7 +95,6 @@ class CheckRun:
         """Take everything off; return what was found."""
         while self._undo:
             self._undo.pop()()
-        self._undo_warn()
         self._stop_values()
         for one in list(self.facts.optimizers):
             self.facts.count(one)
@@ -144,7 +143,6 @@ class CheckRun:
             partial(pop_mode, self._values),
         ]
         private.push_mode(self._values)
-        self._undo_warn = warn_past(os.path.dirname(__file__) + os.sep)
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=partial(_stop_in_child, weakref.ref(self)))
 
@@ -477,7 +475,6 @@ class CheckRun:
 
     def _compile(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
         self.facts.is_blind = True  # compiled code would see the mode and the hooks
-        self._undo_warn()
         self._stop_values()
         return inner(*args, **kwargs)
 
