@@ -397,7 +397,7 @@ def test_missing_names_are_listed_with_what_happens(monkeypatch):
 
 def test_the_tested_releases_are_those_of_the_page():
     *others, last = names.TESTED
-    line = f"The whole suite was run with torch {', '.join(others)} and {last}"
+    line = f"We ran the whole suite with torch {', '.join(others)} and {last}"
     page = (pathlib.Path(__file__).parents[1] / "docs" / "versions.md").read_text()
     assert line in page
     assert all(f"| torch {release} (" in page for release in names.TESTED)

@@ -318,7 +318,7 @@ def pipeline(rank, page):
 
     if rank == 1:
         half[0].weight.register_hook(poison)
-    train = recipes(page, "Model parallelism: one overflow decision")["train"]
+    train = recipes(page, "Model parallelism")["train"]
     train(half, rank, labelled(0, 6), WIDTH)
     return list(half.state_dict().values()), scale_now()
 
