@@ -359,7 +359,7 @@ class FP16_Optimizer(MasterOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` of apex, or of NVIDIA's Apex (2018 to 2025), returned.
+        """Load a state that ``state_dict`` of apex, or of NVIDIA's Apex (2018 to 2025), returned.
 
         Load the model's weights before or afterwards. The scaler and the masters are copied.
 
