@@ -130,7 +130,7 @@ def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:
         loss_id: Which loss scaler's scale to return.
 
     Returns:
-        A named tuple of 0-dim tensors: ``stepped`` (whether the last step was taken), ``taken``,
+        A named tuple of the 0-dim tensors ``stepped`` (whether the last step was taken), ``taken``,
         ``skipped`` and ``scale``. Its method ``numbers()`` waits and returns Python numbers.
 
     Raises:

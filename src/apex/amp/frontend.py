@@ -167,8 +167,8 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
             was saved under another policy.
 
     Returns:
-        The same objects that you passed: ``models`` if ``optimizers`` is ``None``, else
-        ``(models, optimizers)``.
+        ``models`` if ``optimizers`` is ``None``, else ``(models, optimizers)``. They are the same
+        objects that you passed.
 
     Raises:
         RuntimeError: The level is unknown, or an option or a parameter's dtype does not fit it; a

@@ -73,7 +73,7 @@ class MLP(torch.nn.Module):
 
     @functools.cached_property
     def activation(self) -> int:
-        """The activation as a number, as in `mlp_function`: 0 none, 1 ReLU, 2 sigmoid."""
+        """The activation as a number (0 none, 1 ReLU, 2 sigmoid), as in `mlp_function`."""
         return int(vars(self).get("relu", True))
 
     def __init__(

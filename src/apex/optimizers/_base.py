@@ -92,8 +92,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             ``"plain"`` for others, and loads the states of both.
         state: How moments are stored. ``"8bit"`` stores the moments of tensors with at least 2
             dimensions and 4,096 elements in 8 bits, about 1.02 bytes each. ``"bfloat16"`` stores
-            them in bfloat16, with stochastic rounding. The moments of float64 parameters stay
-            float64.
+            all moments in bfloat16, with stochastic rounding. The moments of float64 parameters
+            stay float64.
         defaults: For this base class only: values of the group's numbers.
 
     Raises:

@@ -87,7 +87,7 @@ def qk_clip_(
         key_heads: Number of heads of the keys; by default as many as the queries have.
 
     Returns:
-        ``(heads,)``: the factor of each head's logits.
+        The factor of each head's logits, ``(heads,)``.
 
     Raises:
         TypeError: A weight is a DTensor.

@@ -41,7 +41,7 @@ class DistributedTestBase(unittest.TestCase):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: as many as there are accelerators, but at most 4; 2 on a CPU."""
+        """Number of ranks. It is the number of accelerators, but at most 4, and 2 on a CPU."""
         return 2 if device_type() == "cpu" else min(torch.accelerator.device_count(), 4)
 
     @property
