@@ -66,20 +66,16 @@ _IS_UNIFORM = attrgetter("is_uniform")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base class of the fused optimizers.
-
-    It documents the arguments that they share. Each optimizer accepts those in its signature.
+    """Base class of the fused optimizers. Each of them accepts the arguments in its signature.
 
     Args:
-        params: Parameters, named parameters or groups, in float16, bfloat16, float32, float64 or a
-            mix of these.
+        params: Parameters, named parameters or groups. You can mix 16-bit, float32 and float64.
         lr: Learning rate. A tensor is read on its device.
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Weight decay. A tensor is read on its device.
         bias_correction: Whether to correct the moments for their start at 0.
-        grad_averaging: Whether to multiply a gradient by ``1 - beta1`` when it is added to the
-            first moment.
+        grad_averaging: Whether the first moment adds a gradient times ``1 - beta1``, or times 1.
         max_grad_norm: Largest norm of all gradients together. It covers all ranks with DTensors and
             in torch's ``ZeroRedundancyOptimizer``. 0 turns clipping off.
         amsgrad: Not supported. It exists because callers pass ``False``.
@@ -573,8 +569,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``state="8bit"``, and vice versa.
 
         Raises:
-            ValueError: The groups do not match, or the state needs a feature that this optimizer
-                lacks.
+            ValueError: The groups do not match, or this optimizer lacks a feature of the state.
         """
         _checkpoint.load(self, state_dict, super().load_state_dict)
 
