@@ -30,7 +30,6 @@ def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[l
 
     Yields:
         A list that ``check`` fills with the findings at the end of the block.
-        A list that ``check`` fills with the findings at the end of the block.
 
     Warns:
         UserWarning: At the end of the block, if no optimizer made a step, if most of the last
