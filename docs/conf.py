@@ -1,5 +1,8 @@
 """Sphinx: the pages of this folder, and the API from the docstrings. Built by ``./dev docs``."""
 
+import re
+from typing import Any
+
 import apex
 
 project = "apex"
@@ -17,3 +20,17 @@ napoleon_use_ivar = True  # attributes that are properties too are described onc
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["code.css"]
 html_title = "apex"
+
+# Attributes of classes that no program uses, and classes that programs read but do not construct.
+INTERNAL = re.compile(
+    "autocasts|gradient|keeps_graph|(narrow_)?slots|slot_shapes|multi_tensor_.*|warned|.*import_error"
+)
+RESULTS = re.compile(r".*\.(Finding|Patched|Report|Watch|WhatIf)")
+
+
+def setup(app: Any) -> None:
+    """Leave these attributes, and the arguments of these classes, off the API pages."""
+    skip = "autodoc-skip-member", lambda *args: bool(INTERNAL.fullmatch(args[2])) or None
+    arguments = "autodoc-process-signature", lambda *args: RESULTS.fullmatch(args[2]) and ("", None)
+    app.connect(*skip)
+    app.connect(*arguments)

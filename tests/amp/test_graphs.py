@@ -243,7 +243,7 @@ def test_with_a_grad_scaler_replays_are_single_steps(name):
 
 @pytest.mark.parametrize("name", WITH_A_FLAG)
 def test_a_count_of_the_host_is_refused_in_a_capture(name):
-    with pytest.raises(RuntimeError, match=r"is the Python number 2: .*capturable=True"):
+    with pytest.raises(RuntimeError, match=r"is the Python number 2, .*capturable=True"):
         stepped(WITH_A_FLAG[name], 1, in_a_graph=True)
 
 

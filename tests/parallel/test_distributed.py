@@ -103,7 +103,7 @@ def test_arguments():
     layer = torch.nn.Linear(1, 1)
     for options, text in (
         ({"allreduce_trigger_params": [layer.weight], "delay_allreduce": True}, "exclude each"),
-        ({"allreduce_trigger_params": [torch.ones(1)]}, "no parameter of the module"),
+        ({"allreduce_trigger_params": [torch.ones(1)]}, "not a parameter of the module"),
         ({"gradient_predivide_factor": 0.0}, "is 0.0; it must be above 0"),
         ({"gradient_predivide_factor": float("inf")}, "is inf; it must be above 0 and finite"),
         ({"gradient_predivide_factor": float("nan")}, "is nan; it must be above 0 and finite"),

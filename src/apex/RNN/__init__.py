@@ -1,8 +1,8 @@
 """Old names of NVIDIA's Apex: recurrent networks that keep their state between forwards.
 
-Each of ``LSTM``, ``GRU``, ``ReLU``, ``Tanh`` and ``mLSTM`` is a function that builds a
-:class:`~apex.RNN.RNNBackend.stackedRNN` or a :class:`~apex.RNN.RNNBackend.bidirectionalRNN`. For a
-layer without a state of its own, use ``torch.nn.LSTM`` and its like.
+``LSTM``, ``GRU``, ``ReLU``, ``Tanh`` and ``mLSTM`` are functions that build a
+:class:`~apex.RNN.RNNBackend.stackedRNN` or a :class:`~apex.RNN.RNNBackend.bidirectionalRNN`. For
+layers that keep no state use ``torch.nn.LSTM``, ``torch.nn.GRU`` or ``torch.nn.RNN``.
 """
 
 from apex.RNN import models

@@ -53,15 +53,19 @@ def _network(cell: Callable[[int, int, bool, int | None], RNNCell]) -> Callable[
 
 @_network
 def LSTM(input_size: int, hidden_size: int, bias: bool, output_size: int | None) -> RNNCell:
-    """Build an LSTM; one layer computes what ``torch.nn.LSTM`` does, with its arguments.
+    """Build an LSTM with the arguments of ``torch.nn.LSTM``. One layer computes the same numbers.
 
-    The network continues, in each forward, from the states that the previous one ended with: call
-    ``detach_hidden()`` between an optimizer step and the next forward, ``reset_hidden(batch)`` at
-    the beginning of another text. See :class:`~apex.RNN.RNNBackend.stackedRNN` for what a forward
-    takes and returns. ``output_size`` is torch's ``proj_size``, the features of the output h;
-    ``None`` means ``hidden_size``. ``bidirectional`` makes two independent stacks, a
-    :class:`~apex.RNN.RNNBackend.bidirectionalRNN`. A number out of range is an ArgumentError, which
-    is a RuntimeError, TypeError and ValueError.
+    Each forward starts from the states in which the previous one ended. Call ``detach_hidden()``
+    between an optimizer step and the next forward. Call ``reset_hidden(batch)`` at the beginning of
+    a new sequence. :class:`~apex.RNN.RNNBackend.stackedRNN` describes the arguments and results of
+    a forward.
+
+    ``output_size`` is torch's ``proj_size``, the number of features of the output h; ``None`` means
+    ``hidden_size``. ``bidirectional`` makes two independent stacks, a
+    :class:`~apex.RNN.RNNBackend.bidirectionalRNN`.
+
+    Raises:
+        ArgumentError: A number is out of range. It is a RuntimeError, TypeError and ValueError.
 
     Example:
         >>> network = LSTM(10, 20, num_layers=2)
@@ -74,27 +78,36 @@ def LSTM(input_size: int, hidden_size: int, bias: bool, output_size: int | None)
 
 @_network
 def GRU(input_size: int, hidden_size: int, bias: bool, output_size: int | None) -> RNNCell:
-    """Build a GRU; one layer computes what ``torch.nn.GRU`` does.
+    """Build a GRU. One layer computes the same numbers as ``torch.nn.GRU``.
 
-    Arguments and errors are those of :func:`LSTM`, except that a GRU has no projection: an
-    ``output_size`` other than ``hidden_size`` is an ArgumentError.
+    Arguments and errors are those of :func:`LSTM`. A GRU has no projection, so an ``output_size``
+    other than ``hidden_size`` raises ArgumentError.
     """
     return RNNCell(3, input_size, hidden_size, gru_cell, 1, bias, output_size)
 
 
 @_network
 def ReLU(input_size: int, hidden_size: int, bias: bool, output_size: int | None) -> RNNCell:
-    """Build a network of ``h' = relu(w_ih x + b_ih + w_hh h + b_hh)``, else as :func:`LSTM`."""
+    """Build a network of ``h' = relu(w_ih x + b_ih + w_hh h + b_hh)``.
+
+    See :func:`LSTM` for the arguments.
+    """
     return RNNCell(1, input_size, hidden_size, rnn_relu_cell, 1, bias, output_size)
 
 
 @_network
 def Tanh(input_size: int, hidden_size: int, bias: bool, output_size: int | None) -> RNNCell:
-    """Build a network of ``h' = tanh(w_ih x + b_ih + w_hh h + b_hh)``, else as :func:`LSTM`."""
+    """Build a network of ``h' = tanh(w_ih x + b_ih + w_hh h + b_hh)``.
+
+    See :func:`LSTM` for the arguments.
+    """
     return RNNCell(1, input_size, hidden_size, rnn_tanh_cell, 1, bias, output_size)
 
 
 @_network
 def mLSTM(input_size: int, hidden_size: int, bias: bool, output_size: int | None) -> RNNCell:
-    """Build a network of :func:`~apex.RNN.cells.mLSTMCell`, else as :func:`LSTM`."""
+    """Build a multiplicative LSTM, a network of :func:`~apex.RNN.cells.mLSTMCell`.
+
+    See :func:`LSTM` for the arguments.
+    """
     return mLSTMRNNCell(input_size, hidden_size, bias, output_size)

@@ -1,4 +1,4 @@
-"""Automatic mixed precision: ``initialize``, ``scale_loss`` and what goes with them.
+"""Automatic mixed precision: ``initialize``, ``scale_loss`` and the functions around them.
 
 In a training loop::
 
@@ -7,19 +7,18 @@ In a training loop::
         scaled_loss.backward()
     optimizer.step()
 
-The main idea: the state of a training belongs to the objects passed to ``initialize``. Casting
-uses ``torch.autocast``, with a thin layer for functions that torch's lists lack
-(:mod:`~apex.amp.casting`). A model carries two hooks. An optimizer carries its gradients' state and
-its masters (:mod:`~apex.amp.gradients`, :mod:`~apex.amp.optimizer`). A loss scaler is a few numbers
-on the device (:mod:`~apex.amp.scale`). What programs of 2017 to 2019 call is in
-:mod:`~apex.amp.legacy`.
-
 ``initialize`` puts hooks on models and replaces ``step``, ``zero_grad`` and ``add_param_group`` on
-each optimizer. Where functions are cast it switches autocast on in the thread and adds kernels to
-torch's autocast in the process (``tests/amp/initialize/test_footprint.py`` has the numbers).
-``amp.reset()`` takes all of it off, but for torch's own mark of a skipped step, ``_opt_called``,
-and the three methods of torch's scaler that ``amp.float16_weights`` replaces.
+each optimizer. At O1 and O4 it also switches ``torch.autocast`` on in the thread, and adds kernels
+to torch's autocast in the process. ``amp.reset()`` undoes all of this. It leaves only torch's own
+mark of a skipped step, ``_opt_called``, and the three methods that ``amp.float16_weights`` replaces
+in torch's scaler.
 """
+
+# The state of a training belongs to the objects passed to ``initialize``. Casting uses
+# ``torch.autocast``, with a thin layer for functions that torch's lists lack (``casting``). A model
+# carries two hooks. An optimizer carries its gradients' state and its masters (``gradients``,
+# ``optimizer``). A loss scaler is a few numbers on the device (``scale``). What programs of 2017 to
+# 2019 call is in ``legacy``. tests/amp/initialize/test_footprint.py counts what is added.
 
 from apex._upstream.missing import explain_attributes
 from apex.amp import lists

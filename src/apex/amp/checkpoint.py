@@ -97,22 +97,21 @@ def _states(training: Training) -> list[dict[str, Any]]:
 
 
 def state_dict(destination: Any = None, *, optimizers: Any = None) -> Any:
-    """Return the scale of every loss scaler of a training, and its steps without overflow.
+    """Return each loss scaler's scale and its number of steps since the last overflow.
 
     Args:
         destination: A mapping to fill; ``None`` makes a new ``OrderedDict``.
-        optimizers: One or more optimizers of the training. ``None`` means the training that had a
-            ``scale_loss``, of those with an optimizer and a dynamic scale; after a
-            ``load_state_dict`` the one it was loaded into. If there are several
-            (or none has had one yet) and their states differ, it is the newest, with a warning.
+        optimizers: One or more optimizers that went through the same ``initialize`` call. You need
+            it only if a program calls ``initialize`` for several trainings. ``None`` means the
+            training with a dynamic scale that has entered ``scale_loss`` or was loaded. If several
+            have, and their states differ, it means the newest, with a warning.
 
     Returns:
-        ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for
-        each scaler of the training, and ``"policy"`` if it has one; nothing is added when there is
-        no training.
+        ``destination``, with ``"loss_scalerN": {"loss_scale": float, "unskipped": int}`` for each
+        scaler, and ``"policy"`` if the training has one. Without a training nothing is added.
 
     Raises:
-        ValueError: ``optimizers`` did not go through one ``initialize`` call.
+        ValueError: ``optimizers`` did not go through the same ``initialize`` call.
     """
     if destination is None:
         destination = OrderedDict()
@@ -128,20 +127,20 @@ def load_state_dict(state_dict: Mapping[str, Any], *, optimizers: Any = None) ->
     """Load the scales and counts that :func:`state_dict` saved, by the number in each key.
 
     Call it after ``initialize`` and before the first ``scale_loss``. A static scaler keeps its
-    scale. Entries for scalers that do not exist are left out with a warning; before ``initialize``
-    that is all of them.
+    scale. Entries without a matching scaler are ignored, with a warning; before ``initialize`` no
+    entry has one.
 
     Args:
-        state_dict: What ``amp.state_dict`` returned, here or in NVIDIA's Apex.
-        optimizers: As for :func:`state_dict`. ``None`` means every training that has had no
-            ``scale_loss`` yet; without any, the one that :func:`state_dict` means.
+        state_dict: What ``amp.state_dict`` returned, in apex or in NVIDIA's Apex.
+        optimizers: As for :func:`state_dict`. ``None`` means every training that has not entered
+            ``scale_loss`` yet. If all have, it means the training that :func:`state_dict` saves.
 
     Raises:
         TypeError: ``state_dict`` is not a mapping.
-        ValueError: ``optimizers`` did not go through one ``initialize`` call.
-        RuntimeError: A key is not of the form ``loss_scalerN``, its entry is not a finite
-            positive ``loss_scale`` and a non-negative ``unskipped``, or the run that was saved had
-            another policy. Nothing was changed.
+        ValueError: ``optimizers`` did not go through the same ``initialize`` call.
+        RuntimeError: A key is not of the form ``loss_scalerN``, an entry is not a finite positive
+            ``loss_scale`` with a non-negative ``unskipped``, or the saved run had another policy.
+            Nothing changes in these cases.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(

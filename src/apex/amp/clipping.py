@@ -52,18 +52,18 @@ def clip_grad_norm_(
     """Scale the gradients of ``optimizer`` down to a total norm of ``max_norm``, in place.
 
     Call it after the ``scale_loss`` block and before ``step``, at any level. With ``fused_step``
-    the step multiplies the gradients, and ``amp.master_params`` shows them clipped already. For
-    DTensors the norm is that over all ranks of their meshes: call it on each of them. For other
-    tensors it is the norm of this rank's gradients, with a ``process_group`` too.
+    the step itself multiplies the gradients, and ``amp.master_params`` already shows them clipped.
+    The norm includes the shards of DTensors on all ranks of their meshes, so call it on each rank.
+    Of other tensors it includes only this rank's gradients, even with a ``process_group``.
 
     Args:
-        optimizer: An optimizer, initialised or not.
+        optimizer: An optimizer, initialised by amp or not.
         max_norm: Largest total norm allowed.
         norm_type: Which p-norm; ``float("inf")`` for the largest element.
-        error_if_nonfinite: Raise when the norm is inf or nan. By default amp skips the step.
+        error_if_nonfinite: Raise if the norm is inf or NaN. By default amp skips the step.
 
     Returns:
-        The total norm before clipping, a 0-dim tensor and no DTensor.
+        The total norm before clipping, a 0-dim tensor (never a DTensor).
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a
@@ -91,7 +91,7 @@ def clip_grad_value_(optimizer: Any, clip_value: float) -> None:
     """Clamp every gradient element of ``optimizer`` to ``[-clip_value, clip_value]``, in place.
 
     Args:
-        optimizer: An optimizer, initialised or not.
+        optimizer: An optimizer, initialised by amp or not.
         clip_value: Largest absolute value allowed.
 
     Raises:
@@ -107,10 +107,10 @@ def clip_grad_value_(optimizer: Any, clip_value: float) -> None:
 
 
 def stepped(optimizer: Any) -> bool:
-    """Say whether the last ``step()`` of ``optimizer`` was taken, not skipped.
+    """Return whether amp took the last ``step()`` of ``optimizer``, instead of skipping it.
 
-    A scheduler or a moving average can follow it. True for an optimizer that amp does not manage,
-    because amp never skips its steps; of :class:`~apex.amp.GradScaler` ask ``scaler.stepped``.
+    Use it to step a scheduler or a moving average only after a taken step. It returns True for an
+    optimizer that amp does not manage. With :class:`~apex.amp.GradScaler` use ``scaler.stepped``.
     """
     state = state_of(optimizer)
     if state is None:
@@ -120,21 +120,22 @@ def stepped(optimizer: Any) -> bool:
 
 
 def outcome(optimizer: Any, loss_id: int = 0) -> Outcome:
-    """What became of the steps of ``optimizer`` since ``initialize``, without waiting for a device.
+    """Count the taken and skipped steps of ``optimizer``, without waiting for the device.
 
-    :class:`~apex.amp.GradScaler` has a method of this name. Counts are not part of checkpoints.
+    Counting starts at ``initialize``, and checkpoints do not contain the counts. With
+    :class:`~apex.amp.GradScaler` use ``scaler.outcome``.
 
     Args:
         optimizer: An optimizer that went through ``initialize``.
-        loss_id: Whose loss scale it is to have.
+        loss_id: Which loss scaler's scale to return.
 
     Returns:
-        ``stepped``, ``taken``, ``skipped`` and ``scale`` as 0-dim tensors; ``numbers()`` reads
-        them.
+        A named tuple of the 0-dim tensors ``stepped`` (whether the last step was taken), ``taken``,
+        ``skipped`` and ``scale``. Its method ``numbers()`` waits and returns Python numbers.
 
     Raises:
-        RuntimeError: amp does not manage the optimizer, so it has not seen its steps.
-        IndexError: ``loss_id`` is not below ``num_losses``.
+        RuntimeError: amp does not manage the optimizer.
+        IndexError: ``loss_id`` is ``num_losses`` or more.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)

@@ -129,62 +129,61 @@ def initialize(  # noqa: PLR0913  # the contract's own arguments, and torch's fo
         models: A module, or a list of modules, in float32, on any device.
         optimizers: An optimizer, a list or tuple of them, or ``None``.
         enabled: ``False`` makes every other call of amp a pass-through for these models and
-            optimizers. Those that went through ``initialize`` before are plain torch again, as
-            after :func:`reset`; to others nothing is done.
-        opt_level: ``"O0"`` to ``"O5"``; each sets the six options below. Begin with ``"O4"``
-            where bfloat16 is fast (NVIDIA from Ampere on), and else with ``"O1"``.
+            optimizers. Models and optimizers that were initialized before become plain torch
+            again, as after :func:`reset`.
+        opt_level: ``"O0"`` to ``"O5"``. The level sets the defaults of the next five options. Begin
+            with ``"O4"`` where bfloat16 is fast (NVIDIA GPUs from Ampere on), else with ``"O1"``.
         cast_model_type: dtype to cast weights and inputs to; ``False`` for no cast.
         patch_torch_functions: Whether to cast functions by list (O1, O4 only).
-        keep_batchnorm_fp32: Whether batchnorm stays float32 where the model is cast.
+        keep_batchnorm_fp32: Whether batchnorm stays float32 in a model that is cast.
         master_weights: Whether the optimizer steps float32 masters of 16-bit weights.
         loss_scale: A number, or ``"dynamic"``.
-        cast_model_outputs: dtype of the models' outputs; ``None`` for float32 where the model
-            is cast, and for what comes out where it is not.
-        num_losses: Number of loss scalers, chosen from by ``scale_loss(..., loss_id=...)``.
-        verbosity: 0 logs nothing, 1 the options and overflows, 2 each cast as well.
-        min_loss_scale: Floor of a dynamic scale.
-        max_loss_scale: Ceiling of a dynamic scale; ``None`` for none.
-        init_scale: Where a dynamic scale starts.
-        growth_factor: What it grows by.
-        backoff_factor: What an overflow multiplies it by.
-        growth_interval: Steps without an overflow after which it grows.
-        max_skipped_steps: Skipped steps in a row after which ``step`` raises.
-        fused_step: Let gradients stay scaled until ``step``, which then reads each of them once
-            less; for optimizers of :mod:`apex.optimizers`. Between the block and the step
-            ``param.grad`` is scaled: clip with ``amp.clip_grad_norm_``, and read gradients through
-            ``amp.master_params(optimizer)``. The step frees them. See
-            :mod:`apex.amp.gradients.fused`.
+        cast_model_outputs: dtype of the models' outputs. By default float32 at O0, O2, O3 and O5,
+            and whatever the model returns at O1 and O4. A float64 model at O0 is not cast.
+        num_losses: Number of loss scalers; ``scale_loss(..., loss_id=...)`` selects one.
+        verbosity: 0 logs nothing, 1 logs options and overflows, 2 logs each cast as well.
+        min_loss_scale: Lower limit of a dynamic scale.
+        max_loss_scale: Upper limit of a dynamic scale; ``None`` for no limit.
+        init_scale: First value of a dynamic scale.
+        growth_factor: Factor by which a dynamic scale grows.
+        backoff_factor: Factor by which an overflow multiplies a dynamic scale.
+        growth_interval: Number of steps without an overflow after which the scale grows.
+        max_skipped_steps: Number of skipped steps in a row after which ``step`` raises.
+        fused_step: Leave gradients scaled until ``step``, which then reads each of them one time
+            fewer. Needs an optimizer of :mod:`apex.optimizers`. Until the step ``param.grad`` is
+            scaled. Clip with ``amp.clip_grad_norm_``, and read gradients through
+            ``amp.master_params(optimizer)``. The step frees the gradients.
         debug: Put a :func:`apex.debug.watch` on models and optimizers, which explains the first
-            step that is not finite. ``apex.debug.watch_of(optimizer)`` gives it.
-        process_group: For model parallelism: the ranks that hold parts of one model. An overflow
-            on one of them skips the step on all; each ``step`` costs an all-reduce of one number,
-            for which a GPU does not wait. All of them have to enter ``scale_loss``, and call
-            ``step`` and ``zero_grad``, equally often and in the same order, also where a rank has
-            no gradients. ``None``: each rank decides for itself; the ranks of DTensors' meshes
-            decide together in any case.
-        policy: The path of a file that ``apex what-if --save`` has written, or what is in it: the
-            modules that it names under the level's 16-bit type stay in float32, weights and
-            products, at O1, O2, O4 and O5. For several models a list, ``None`` for one without.
-            :func:`state_dict` has it, and a checkpoint of another policy is refused.
+            step that is not finite. ``apex.debug.watch_of(optimizer)`` returns this watch.
+        process_group: The ranks that hold parts of one model, for model parallelism. An overflow
+            on one rank skips the step on all of them. Each ``step`` all-reduces one number, and a
+            GPU does not make the host wait for it. All ranks must enter ``scale_loss`` and call
+            ``step`` and ``zero_grad`` equally often and in the same order, even without gradients.
+            With ``None`` each rank decides alone, except for the ranks of a DTensor's mesh.
+        policy: The path of a file that ``apex what-if --save`` wrote, or its contents. At O1, O2,
+            O4 and O5 the modules listed for the level's 16-bit type keep float32 weights and
+            products. For several models pass a list, with ``None`` for a model without a policy.
+            :func:`state_dict` saves the policy, and :func:`load_state_dict` rejects a state that
+            was saved under another policy.
 
     Returns:
-        ``models`` when ``optimizers`` is ``None``, else ``(models, optimizers)``: the same
-        objects that were passed in.
+        ``models`` if ``optimizers`` is ``None``, else ``(models, optimizers)``. They are the same
+        objects that you passed.
 
     Raises:
-        RuntimeError: The level is unknown, an option does not fit it, a parameter's dtype does
-            not, a model is wrapped in torch's ``DistributedDataParallel`` or sharded by FSDP2 at
-            a level that casts it, or this is called under ``torch.inference_mode``, or inside a
+        RuntimeError: The level is unknown, or an option or a parameter's dtype does not fit it; a
+            model that the level would cast is wrapped in torch's ``DistributedDataParallel`` or
+            sharded by FSDP2; or you called this under ``torch.inference_mode``, or inside a
             ``torch.autocast`` block whose end would undo it.
-        TypeError: ``models``, ``optimizers``, ``enabled``, ``process_group`` or ``policy`` is of
-            another type.
-        ValueError: A number is out of range, a weight is twice in the groups of an optimizer, an
-            optimizer has the weights of another copy of the model, or the policy is not one for
-            these models.
+        TypeError: ``models``, ``optimizers``, ``enabled``, ``process_group`` or ``policy`` has the
+            wrong type.
+        ValueError: A number is out of range, an optimizer's groups contain a weight twice, an
+            optimizer holds the weights of another copy of the model, or the policy was made for
+            another model.
 
-    What is refused has changed nothing. Where memory runs out on the way, or a method of the
-    model's own raises, models and optimizers are plain torch again, with the values that they had
-    (at O3 rounded ones).
+    An argument that raises an error changes nothing. If memory runs out during the call, or a
+    method of the model raises, models and optimizers become plain torch again. They keep their
+    values, which O3 may have rounded.
     """
     private.need("amp.initialize")
     if not hasattr(verbosity, "__int__"):
@@ -464,11 +463,11 @@ def reset() -> None:
     """Undo everything amp has done in this process.
 
     Models get their float32 weights back and lose amp's hooks. Optimizers get their methods and
-    parameters back. This thread's casts are switched off, function wrappers are removed, and
-    pending registrations are dropped. Weights and optimizer state keep their values.
+    parameters back. ``reset`` switches off this thread's casts, removes function wrappers and drops
+    pending registrations. Weights and optimizer state keep their values.
 
     Raises:
-        RuntimeError: Casts are on (O1, O4, ``init``), and this is called inside a block of
+        RuntimeError: Casts are on (O1, O4, ``init``), and you called this inside a block of
             ``torch.autocast`` or ``torch.inference_mode`` whose end would switch them on again.
     """
     switches.refuse_users_block("amp.reset", switches_on=False)

@@ -38,9 +38,8 @@ def _decorate(function: _F, kind: str) -> _F:
 def half_function(fn: _F) -> _F:
     """Decorate ``fn`` so that its floating tensor arguments are cast to the 16-bit type.
 
-    Casts happen while function casts are on (O1, O4, ``init``, ``autocast``); otherwise ``fn``
-    runs as it is. Tensors in lists and tuples are cast too; float64 and integers are not. Casts
-    of functions that ``fn`` calls stay on.
+    Arguments are cast only while function casts are on (O1, O4, ``init``, ``autocast``). Tensors in
+    lists and tuples are cast too, float64 and integer tensors are not. Casts stay on inside ``fn``.
     """
     return _decorate(fn, "half")
 
@@ -48,7 +47,7 @@ def half_function(fn: _F) -> _F:
 def float_function(fn: _F) -> _F:
     """Decorate ``fn`` so that its 16-bit arguments are cast to float32, and casts are off inside.
 
-    See :func:`half_function` for when and what.
+    See :func:`half_function` for when arguments are cast, and which.
     """
     return _decorate(fn, "float")
 
@@ -56,7 +55,7 @@ def float_function(fn: _F) -> _F:
 def promote_function(fn: _F) -> _F:
     """Decorate ``fn`` so that its floating arguments are cast to the widest type among them.
 
-    See :func:`half_function` for when and what.
+    See :func:`half_function` for when arguments are cast, and which.
     """
     return _decorate(fn, "promote")
 
@@ -81,19 +80,19 @@ def _register(module: Any, name: str, kind: str) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have ``module.name`` called with 16-bit arguments from the next ``initialize`` on.
+    """Cast the arguments of ``module.name`` to 16 bits from the next ``initialize`` on.
 
     Args:
-        module: The module, class or other object that the function is looked up in.
-        name: The function's name. That of a ``torch.autograd.Function`` stands for its ``apply``.
+        module: The module, class or other object that has the function as an attribute.
+        name: The attribute's name. If it is a ``torch.autograd.Function``, its ``apply`` is cast.
 
     Raises:
-        ValueError: There is no such function.
-        TypeError: It is no function, or Python does not allow it to be replaced.
+        ValueError: ``module`` has no attribute of this name.
+        TypeError: The attribute is not a function, or Python does not let apex replace it.
 
     Warns:
-        UserWarning: Casts are on already, and this function is not among them: it is cast only
-            from the next ``initialize`` or ``init`` on.
+        UserWarning: Casts are on already. They cover this function only from the next
+            ``initialize`` or ``init`` on.
 
     Example:
         >>> import types
@@ -107,12 +106,15 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have ``module.name`` called with float32 arguments; see :func:`register_half_function`."""
+    """Cast the arguments of ``module.name`` to float32; see :func:`register_half_function`."""
     _register(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have ``module.name`` called with the widest type; see :func:`register_half_function`."""
+    """Cast the arguments of ``module.name`` to the widest type among them.
+
+    See :func:`register_half_function`.
+    """
     _register(module, name, "promote")
 
 
@@ -122,15 +124,17 @@ def autocast(
 ) -> Iterator[None]:
     """Cast functions inside the block (or decorated function) as the thread's level does.
 
-    After ``initialize`` at O1 or O4 these are that level's casts, which are on already: the
-    block then adds the caching of weight casts. Before any ``initialize`` they are O1's, in
-    float16. After an ``initialize`` at O2, O3 or O5 they are O1's in that level's type, outside
-    of models only; at O0, or disabled, nothing is cast.
+    The last ``initialize`` decides what the block does:
+
+    * O1 or O4: these casts are on already; the block also caches the casts of weights.
+    * O2, O3 or O5: O1's casts in the level's 16-bit type, outside of models only.
+    * O0, or ``enabled=False``: nothing is cast.
+    * No ``initialize`` yet: O1's casts, in float16.
 
     Args:
         enabled: ``False`` switches casts off inside the block.
         dtype: 16-bit type to use instead of the level's.
-        cache_enabled: Whether to cast a weight once per block; ``None`` means yes.
+        cache_enabled: Whether to cast a weight only once per block; ``None`` means yes.
 
     Raises:
         ValueError: ``dtype`` is not a 16-bit floating type.
@@ -156,9 +160,9 @@ def autocast(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Switch function casts off for a block; nests, and does nothing where none are on.
+    """Switch function casts off inside a block. Blocks can be nested.
 
-    Initialised models called inside still compute at their own level.
+    Models that went through ``initialize`` still compute at their own level inside the block.
     """
     with switches.off():
         yield

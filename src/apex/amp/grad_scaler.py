@@ -47,27 +47,28 @@ _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` that takes float16 gradients, and sharded parameters.
+    """A ``torch.amp.GradScaler`` that also supports float16 gradients and sharded parameters.
 
-    All ranks of the root mesh of the parameters take or skip each step together, by one all-reduce
-    of one number for each dimension. They call ``unscale_`` or ``step`` for the same optimizers in
-    the same order, also without a gradient. Optimizers without DTensors decide alone, until the
-    scaler has stepped a sharded one.
+    **16-bit gradients.** ``step`` passes the scale on to the optimizer, and the gradients stay
+    scaled. The optimizer must support this: use one of ``apex.optimizers``, or
+    ``torch.optim.Adam(fused=True)``.
 
-    Of 16-bit gradients ``step`` hands the scale to the optimizer, which has to take one: those of
-    ``apex.optimizers`` do, and ``torch.optim.Adam(fused=True)``. The gradients stay scaled.
+    **Sharded parameters.** All ranks of the parameters' root mesh take or skip each step together.
+    This costs an all-reduce of one number for each dimension of the mesh. All ranks must call
+    ``unscale_`` or ``step`` for the same optimizers in the same order, even without gradients. An
+    optimizer without DTensors decides alone until the scaler has stepped a sharded one.
 
-    An optimizer whose ``_custom_amp_unscale_grads`` is true unscales its gradients itself:
-    ``unscale_grads(inv_scale, found_inf, allow_fp16)`` returns the flags, a dict from device to
-    tensor, equal on all ranks that it shards over.
+    **Optimizers that unscale by themselves.** Their ``_custom_amp_unscale_grads`` is true. Their
+    ``unscale_grads(inv_scale, found_inf, allow_fp16)`` returns the overflow flags as a dict from
+    device to tensor, equal on all ranks that the optimizer shards over.
 
     Args:
-        process_group: The ranks that skip together, such as those of a pipeline, where the mesh of
-            the parameters does not have them all. A copy keeps it; only the default group can be
-            pickled. The other arguments are torch's.
+        process_group: The ranks that take or skip steps together, if the parameters' mesh does not
+            contain all of them. Pass it for a pipeline, for example. Copies keep it; to pickle the
+            scaler it must be the default group. The other arguments are torch's.
 
     Raises:
-        TypeError: ``process_group`` is no process group with this rank in it.
+        TypeError: ``process_group`` is not a process group, or does not contain this rank.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
@@ -138,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
         return groups_of(known[:1], self.process_group)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale as torch's does, alike on all ranks of the mesh."""
+        """Update the scale as torch's ``GradScaler`` does, equally on all ranks of the mesh."""
         if self._enabled and new_scale is None and self._mesh is not None:
             # of optimizers without DTensors that were stepped before the first sharded one
             states = self._per_optimizer_states.values()
@@ -158,20 +159,21 @@ class GradScaler(torch.amp.GradScaler):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Have the next step scale the gradients down to a total norm of ``max_norm``.
+        """Clip the gradients to a total norm of ``max_norm`` for the next step.
 
         Call it before ``step``, on all ranks of the mesh, with or without ``unscale_``. The norm is
-        that of the unscaled gradients, of all shards of DTensors and of this rank's other tensors,
-        with a ``process_group`` too. An optimizer that takes a scale gets the coefficient with it,
-        and no gradient is written. Others have theirs changed in place. To drop the batch instead
-        of stepping, set the gradients to ``None``, as ``zero_grad()`` does.
+        that of the unscaled gradients. It includes all shards of DTensors, but only this rank's
+        other tensors, even with a ``process_group``. An optimizer that accepts a scale receives the
+        clipping coefficient in ``step``, and its gradients stay as they are. The gradients of other
+        optimizers change in place. To drop a batch instead of stepping, call ``zero_grad()``.
 
-        Arguments are those of :func:`apex.amp.clip_grad_norm_`, and so is what is returned.
+        See :func:`apex.amp.clip_grad_norm_` for the arguments and the result.
 
         Raises:
-            RuntimeError: ``step`` was called already, or see ``error_if_nonfinite``.
-            TypeError: Not an optimizer, or one that unscales its gradients itself.
-            ValueError: Gradients are float16, and the optimizer takes no scale.
+            RuntimeError: You called ``step`` already, or the norm is not finite and
+                ``error_if_nonfinite`` is set.
+            TypeError: ``optimizer`` is not an optimizer, or unscales its gradients itself.
+            ValueError: Gradients are float16, and the optimizer does not accept a scale.
         """
         user, name = "apex.amp.GradScaler.clip_grad_norm_", type(optimizer).__name__
         if not hasattr(optimizer, "param_groups") or _unscales_itself(optimizer):
@@ -208,14 +210,14 @@ class GradScaler(torch.amp.GradScaler):
 
     @_runtime.not_compiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        """Step, unless a gradient is inf or nan; as torch's.
+        """Step the optimizer, unless a gradient is inf or NaN.
 
         With 16-bit gradients, or after :meth:`clip_grad_norm_`, an optimizer of ``apex.optimizers``
-        is called in any case, with the flag: it skips by itself, and the host does not wait for it.
+        decides on the device whether to skip, so the host does not wait.
 
         Raises:
-            RuntimeError: ``step`` was called already, or parameters are on two meshes.
-            ValueError: Gradients are float16, and the optimizer takes no scale.
+            RuntimeError: You called ``step`` already, or parameters are on two root meshes.
+            ValueError: Gradients are float16, and the optimizer does not accept a scale.
         """
         if not self._enabled:
             result = super().step(optimizer, *args, **kwargs)
@@ -292,11 +294,11 @@ class GradScaler(torch.amp.GradScaler):
     # -- what happened, state ------------------------------------------------------------------
 
     def stepped(self, optimizer: Any) -> torch.Tensor:
-        """Whether the last step of ``optimizer`` was taken, not skipped: 0-dim, bool."""
+        """Return whether the last step of ``optimizer`` was taken, as a 0-dim bool tensor."""
         return self.outcome(optimizer).stepped
 
     def outcome(self, optimizer: Any) -> Outcome:
-        """What became of the steps of ``optimizer``, as :func:`apex.amp.outcome`."""
+        """Count the taken and skipped steps of ``optimizer``; see :func:`apex.amp.outcome`."""
         scale = self._get_scale_async() if self._enabled else None
         return self._counts_of(optimizer).outcome(
             self.get_scale() if scale is None else scale.clone()
@@ -309,7 +311,11 @@ class GradScaler(torch.amp.GradScaler):
         return counts
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, of torch's too; ``ValueError`` if it is none, and nothing changes."""
+        """Load a state that apex's or torch's ``GradScaler`` saved.
+
+        Raises:
+            ValueError: ``state_dict`` is not the state of a ``GradScaler``. Nothing changes.
+        """
         if self._enabled:
             refuse_other_state("apex.amp.GradScaler.load_state_dict", state_dict)
         for key in _KEYS if self._enabled and state_dict else ():

@@ -31,24 +31,25 @@ _unscaled: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKe
 
 
 def float16_weights(optimizer: _Optimizer) -> _Optimizer:
-    """Let ``torch.amp.GradScaler``, and so any trainer, train float16 weights of an optimizer.
+    """Let ``torch.amp.GradScaler``, and so any trainer, train an optimizer's float16 weights.
 
-    Call it once, before the first step. Loops stay as they are: ``unscale_``, torch's
-    ``clip_grad_norm_`` and ``step``, also with DistributedDataParallel and FSDP2. Between
-    ``unscale_`` and the end of ``step`` float16 gradients are float32: 4 bytes more for each
-    float16 weight. Gradients add up in float16 before. There are no float32 copies of weights.
-    Not followed: ``ShardedGradScaler`` of FSDP1, which has an ``unscale_`` of its own.
-    ``amp.reset()`` leaves the three methods of torch's scaler as they are.
+    Call it once, before the first step. You need not change the training loop: it still calls
+    ``unscale_``, torch's ``clip_grad_norm_`` and ``step``. DistributedDataParallel and FSDP2 work;
+    FSDP1's ``ShardedGradScaler`` does not, because it has its own ``unscale_``.
+
+    Gradients accumulate in float16. From ``unscale_`` to the end of ``step`` they are float32,
+    which takes 4 more bytes for each float16 weight. No float32 copies of weights are made. The
+    function replaces three methods of torch's scaler, which ``amp.reset()`` does not restore.
 
     Args:
-        optimizer: One of ``apex.optimizers``, with float16 parameters; others in it are left alone.
+        optimizer: One of ``apex.optimizers``. Only its float16 parameters are treated differently.
 
     Returns:
-        The optimizer.
+        ``optimizer``.
 
     Raises:
         RuntimeError: torch is older than 2.13.
-        TypeError: The optimizer cannot step float16 weights by float32 gradients.
+        TypeError: The optimizer cannot step float16 weights with float32 gradients.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
@@ -57,7 +58,7 @@ def float16_weights(optimizer: _Optimizer) -> _Optimizer:
         >>> scaler.scale(weight.float().mean()).backward()
         >>> scaler.unscale_(optimizer)
         >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)
-        tensor(0.5774)
+        tensor(0.5772)
         >>> scaler.step(optimizer)
     """
     if not HAS_GRAD_DTYPE:

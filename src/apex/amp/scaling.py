@@ -33,33 +33,33 @@ def scale_loss(
     """Scale ``loss`` for the backward pass in the block, and unscale the gradients after it.
 
     Args:
-        loss: Any shape; float32 or narrower is scaled in float32.
+        loss: Floating tensor of any shape. Losses of up to 32 bits are scaled in float32.
         optimizers: The optimizers whose parameters the backward pass reaches: one, or a list or
             tuple, as returned by ``initialize``.
-        loss_id: Which of ``num_losses`` scalers to use.
+        loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as in the original.
         delay_unscale: Leave the gradients scaled, to accumulate. The next pass with the same
-            optimizers and ``loss_id`` adds to them in place, at the same scale; a pass without
-            it, or the step, unscales them. A pass whose forward ran under ``no_sync()`` of
-            DistributedDataParallel is delayed in any case.
-        delay_overflow_check: Unscale, but leave the loss scale alone until the next check. The
-            step is skipped all the same if a gradient is not finite.
+            optimizers and ``loss_id`` adds to them in place, at the same scale. A pass without
+            ``delay_unscale``, or the step, unscales them. A pass whose forward ran under
+            ``no_sync()`` of DistributedDataParallel is always delayed.
+        delay_overflow_check: Unscale, but leave the loss scale unchanged until the next check. The
+            step is still skipped if a gradient is not finite.
 
     Returns:
-        A context manager that yields the loss times the loss scale; the very same object when amp
-        is disabled.
+        A context manager that yields the loss times the loss scale, or ``loss`` itself if amp is
+        disabled.
 
     Raises:
-        RuntimeError: ``initialize`` was not called, or not with these optimizers; one of them
-            is in an open ``scale_loss`` block already; ``backward(create_graph=True)`` was called.
-        IndexError: ``loss_id`` is not below ``num_losses``.
+        RuntimeError: You did not call ``initialize``, or not with these optimizers; one of them is
+            already in an open ``scale_loss`` block; or you called ``backward(create_graph=True)``.
+        IndexError: ``loss_id`` is ``num_losses`` or more.
         TypeError: ``loss`` is not a floating tensor.
 
     Warns:
-        UserWarning: Gradients were computed in the block, and not of the scaled loss.
+        UserWarning: The block computed gradients of something other than the scaled loss.
 
-    The step of an optimizer that was not given raises a ``RuntimeError`` if the pass has written
-    its gradients, which nothing unscales, and they were not cleared.
+    Pass every optimizer that the backward pass reaches. Otherwise nothing unscales the gradients of
+    the others, and their ``step`` raises ``RuntimeError`` unless you clear these gradients first.
     """
     return _ScaledLoss(loss, optimizers, loss_id, delay_unscale, not delay_overflow_check)
 

@@ -25,35 +25,35 @@ def watch(
     process_group: Any = None,
     every: int = 0,
 ) -> Watch:
-    """Watch a training; at the first step that is not finite, say which operation it was and why.
+    """Watch a training, and explain which operation made the first step that is not finite.
 
-    Use it as a context manager, or call ``close()``. Healthy steps give the same numbers as without
-    it, bit for bit.
+    Use it as a context manager, or call ``close()`` at the end. Finite steps compute the same
+    numbers as without a watch, bit for bit.
 
     Args:
-        model: The module that is called, or several (a GAN's two); wrapped in
-            DistributedDataParallel, sharded by FSDP2 or compiled as well.
+        model: The module that the program calls, or several (a GAN's two). It may be wrapped in
+            DistributedDataParallel, sharded by FSDP2 or compiled.
         optimizer: The optimizer, or several.
-        scaler: The ``GradScaler``, if there is one. Steps that amp or a scaler skips because their
-            scale was too high are counted, and reported only if ``patience`` of them in a row did
-            not help.
-        step: See :meth:`Watch.explain`.
-        on_fault: What to do at the first fault: ``"explain"`` (explain it at once and warn with the
-            text), ``"raise"`` (:class:`NonFiniteError`), ``"keep"`` (nothing; look at
-            ``watch.fault`` and call ``watch.explain()`` before the next step), or a function that
-            takes the :class:`Report`.
-        skip: Skip updates that would write an inf or NaN, also where the program would not.
-        patience: Skipped steps in a row, under a dynamic loss scale, that are taken as normal. 16
-            halvings take the usual start, 65,536, to 1. A step in which an output of the model was
-            NaN, or a watched loss not finite, is not normal at any scale.
-        process_group: The ranks that hold parts of one model, where they are no DTensors.
-        every: Look every so many steps for modules whose gradients leave the band of their last
-            samples, see :attr:`Watch.drifts`; 0 for never. Waits for the device.
+        scaler: The ``GradScaler``, if you use one. Steps that amp or a scaler skips because the
+            loss scale was too high are counted. They are reported only after more than ``patience``
+            in a row.
+        step: Function that computes the loss; see :meth:`Watch.explain`.
+        on_fault: What to do at the first fault. ``"explain"`` explains it at once and issues a
+            warning with the text. ``"raise"`` raises :class:`NonFiniteError`. ``"keep"`` does
+            nothing: check ``watch.fault`` and call ``watch.explain()`` before the next step. A
+            function is called with the :class:`Report`.
+        skip: Skip updates that would write an inf or NaN, even if the program would not skip them.
+        patience: Number of skipped steps in a row that are normal under a dynamic loss scale. 16
+            halvings reduce the usual first scale, 65,536, to 1. A step with a NaN in the model's
+            output, or with a watched loss that is not finite, is never normal.
+        process_group: The ranks that hold parts of one model, if its parameters are not DTensors.
+        every: Interval, in steps, of looking for modules whose gradients left their usual range
+            (:attr:`Watch.drifts`); 0 for never. Each look waits for the device.
 
     Raises:
-        TypeError: ``model`` or ``optimizer`` is of another type.
-        ValueError: No parameter of the optimizers is in the models, or an option is out of range.
-        RuntimeError: The optimizer is watched already.
+        TypeError: ``model`` or ``optimizer`` has the wrong type.
+        ValueError: The models contain no parameter of an optimizer, or an option is out of range.
+        RuntimeError: Another watch already watches the optimizer.
     """
     private.need("apex.debug")
     if scaler is not None:

@@ -1,14 +1,15 @@
 """Which of torch's operations can make a NaN or an infinity, and which infinities are masks.
 
-Three sets of names: ``"softmax"`` is every overload of ``torch.ops.aten.softmax``. A program may
-add to them: ``apex.debug.operations.MASKS.add("my_mask")``.
+The module has three sets of names. ``"softmax"`` means every overload of
+``torch.ops.aten.softmax``. You can add names of your own operations:
+``apex.debug.operations.MASKS.add("my_mask")``.
 
-* ``MOVES``: the operation only moves or chooses values. What is not finite in its result was in an
-  argument, or in memory that nobody wrote.
-* ``MASKS``: an infinity that comes from a number in the program (``masked_fill(mask, -inf)``) marks
-  what is to be left out. It is reported only where it turns into a NaN.
-* ``READS_MASKS``: these give finite results for infinities of masks, so if one of them makes a NaN
-  (softmax of a row that is masked out altogether) it is the one to be reported.
+* ``MOVES``: operations that only move or choose values. If a result is not finite, an argument was
+  not finite either, or memory was not initialised.
+* ``MASKS``: operations that write a constant infinity into a mask, such as
+  ``masked_fill(mask, -inf)``. The infinity is reported only if it turns into a NaN.
+* ``READS_MASKS``: operations that return finite numbers for a masked input, such as softmax. If one
+  of them returns a NaN, because a whole row is masked, it is reported as the cause.
 """
 
 from __future__ import annotations

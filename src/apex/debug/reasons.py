@@ -55,7 +55,7 @@ def _reason(name: str, node: str, args: Any, kwargs: Any, result: torch.Tensor) 
         bad = result.isnan()  # infinities are those of the arguments
 
     def everywhere(places: Any) -> bool:
-        return bool(torch.as_tensor(places, device=bad.device).expand(bad.shape)[bad].all())
+        return bool(_tensor(places, bad).expand(bad.shape)[bad].all())
 
     found = ""
     if name in _LIMITS:
@@ -63,9 +63,9 @@ def _reason(name: str, node: str, args: Any, kwargs: Any, result: torch.Tensor) 
     elif name in ("div", "reciprocal") and everywhere(args[-1] == 0):
         found = _BY_ZERO
     elif name == "pow":
-        found = _power(args[0], args[1], everywhere)
+        found = _power(_tensor(args[0], result), _tensor(args[1], result), everywhere)
     elif name in ("mul", "sub"):
-        found = _of_infinities(name, args[0], args[1], everywhere)
+        found = _of_infinities(name, _tensor(args[0], result), _tensor(args[1], result), everywhere)
     elif name in _OTHERS:
         return _OTHERS[name](args, kwargs, result)
     kind = node.rstrip("0123456789").removesuffix("Backward")
@@ -76,6 +76,12 @@ def _reason(name: str, node: str, args: Any, kwargs: Any, result: torch.Tensor) 
         also = ", and infinity times a gradient of 0 is NaN" if bool(result.isnan().any()) else ""
         return f"the derivative of {what} is infinite{also}; {remedy}"
     return found or _of_large(args, result)
+
+
+def _tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(like.device)
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _local(leaf: Any) -> Any:
@@ -93,8 +99,7 @@ def _beyond(name: str, x: torch.Tensor) -> str:
     return f"its arguments range from {ends[0]} to {ends[1]}; {remedy}"
 
 
-def _power(base: Any, exponent: Any, everywhere: Callable[[Any], bool]) -> str:
-    base, exponent = torch.as_tensor(base), torch.as_tensor(exponent)
+def _power(base: torch.Tensor, exponent: torch.Tensor, everywhere: Callable[[Any], bool]) -> str:
     if everywhere((base == 0) & (exponent < 0)):
         return "the base is 0 and the exponent negative; add a small number to the base"
     if everywhere((base < 0) & (exponent != exponent.round())):
@@ -102,8 +107,9 @@ def _power(base: Any, exponent: Any, everywhere: Callable[[Any], bool]) -> str:
     return ""
 
 
-def _of_infinities(name: str, x: Any, y: Any, everywhere: Callable[[Any], bool]) -> str:
-    x, y = torch.as_tensor(x), torch.as_tensor(y)
+def _of_infinities(
+    name: str, x: torch.Tensor, y: torch.Tensor, everywhere: Callable[[Any], bool]
+) -> str:
     if name == "sub":
         return "inf - inf" if everywhere(x.isinf() & y.isinf()) else ""
     is_zero = ((x == 0) & y.isinf()) | ((y == 0) & x.isinf())

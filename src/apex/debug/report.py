@@ -35,18 +35,19 @@ class Report:
     Attributes:
         cause: A key of :data:`CAUSES`.
         sentence: What happened, in one sentence.
-        operation: torch's operation that made the first bad value, or ``None``.
-        module: Path of the module that it belongs to, or that has the broken parameter; ``None``
+        operation: The torch operation that made the first inf or NaN, or ``None``.
+        module: Path of the module that ran the operation or owns the bad parameter; ``None``
             outside of the model.
-        direction: ``"forward"`` or ``"backward"``, or ``None``.
-        line: The source line of the forward that it belongs to.
-        step: Number of the step, from 1 on.
-        since: The last step that was finite; 0 for none.
-        scale: The loss scale of the step; 1.0 without one.
-        values: Of the first bad tensor: shape, dtype, ``nan``, ``inf``, ``first``, ``rows`` ...
-        parameters: Names of parameters whose gradient was not finite.
-        notes: What else is to be known, a sentence each.
-        rank: Of the process, in a distributed program.
+        direction: ``"forward"``, ``"backward"`` or ``None``.
+        line: The source line, in the forward pass, that the operation belongs to.
+        step: Number of the step, counted from 1.
+        since: Number of the last finite step; 0 if no step was finite.
+        scale: The loss scale of the step; 1.0 without loss scaling.
+        values: Facts about the first bad tensor: its shape and dtype, the counts ``"nan"`` and
+            ``"inf"``, the index ``"first"``, and more.
+        parameters: Names of the parameters whose gradients were not finite.
+        notes: Further remarks, one sentence each.
+        rank: Rank of the process, in a distributed program.
     """
 
     cause: str
@@ -65,7 +66,7 @@ class Report:
     call: Any = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> str:
-        """The fields above as JSON; a scale that is inf or NaN as a string."""
+        """Return the attributes above as JSON. A scale of inf or NaN becomes a string."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del fields["call"]
         if not math.isfinite(self.scale):
@@ -73,7 +74,7 @@ class Report:
         return json.dumps(fields, indent=2, allow_nan=False, default=str)
 
     def text(self) -> str:
-        """The report for people, in lines of their own."""
+        """Return the report as text of several lines."""
         values = self.values
         rows = [
             ("cause", f"{self.cause}: {CAUSES[self.cause]}"),
@@ -98,8 +99,8 @@ class Report:
         """Write the operation with its inputs to a file that ``apex debug repro`` runs again.
 
         Raises:
-            ValueError: There is no operation to be run (the cause is in data, a parameter or the
-                optimizer), or its inputs are above 10 MB however they are cropped.
+            ValueError: The report names no operation, because the cause is in the data, a parameter
+                or the optimizer; or the inputs cannot be cropped to 10 MB.
         """
         if self.call is None:
             raise ValueError(

@@ -33,7 +33,7 @@ _TAGGED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class FileError(ValueError):
-    """A file that :func:`load` refuses."""
+    """Raised for a file that is not one of :meth:`Report.save`, or that is damaged."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))

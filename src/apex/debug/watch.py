@@ -47,15 +47,15 @@ class NonFiniteError(ArithmeticError):
 
 
 class Watch:
-    """Watches a training for steps that are not finite; see :func:`watch`.
+    """Watch a training for steps that are not finite. :func:`watch` returns this object.
 
     Attributes:
-        report: Of the first fault that was explained; ``None`` as long as there is none.
-        fault: The last step with a fault, until the next one that is finite; :meth:`explain` takes
-            it.
-        steps: How many steps were begun.
-        skipped: How many of them were skipped: by the watch, amp or a GradScaler.
-        drifts: Modules whose gradient norm left its band, see ``every`` of :func:`watch`.
+        report: Report on the first fault that was explained, or ``None``.
+        fault: The last step with a fault, which :meth:`explain` replays. ``None`` again after the
+            next finite step.
+        steps: Number of steps begun.
+        skipped: Number of steps that the watch, amp or a GradScaler skipped.
+        drifts: Modules whose gradient norm left its usual range; see ``every`` of :func:`watch`.
     """
 
     def __init__(
@@ -105,29 +105,29 @@ class Watch:
     # -- what a program calls ------------------------------------------------------------------
 
     def loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss``, and let the next step look at it too: ``watch.loss(loss).backward()``.
+        """Return ``loss``, and check it too at the next step: ``watch.loss(loss).backward()``.
 
-        For losses that can be inf or NaN where all gradients are finite, such as a sum in float16
-        or a mean over no labels, and for outputs of the model of which the loss masks a NaN. The
-        loss of an empty batch may be anything. ``apex debug`` looks at what each backward begins
-        with.
+        Use it for a loss that can be inf or NaN although all gradients are finite. Examples are a
+        sum in float16, a mean over no labels, and a loss that masks a NaN in the model's output.
+        The loss of an empty batch may have any value. ``apex debug`` does this for you.
         """
         if not self._stopped:
             self._losses.append(loss.detach().clone())
         return loss
 
     def explain(self, step: Callable[[], torch.Tensor] | None = None) -> Report:
-        """Replay the last step with a fault, and say what its cause is.
+        """Replay the last step with a fault, and report its cause.
 
-        Of the program nothing changes: parameters, gradients, buffers, random numbers, optimizer.
-        In a distributed program all ranks have to call it.
+        The replay leaves parameters, gradients, buffers, the optimizer and random number generators
+        unchanged. In a distributed program all ranks must call it.
 
         Args:
-            step: Computes the loss of the current batch, without backward: ``lambda:
-                loss_function(model(x), y)``. With it the line of the loss function can be named.
+            step: Function that computes the loss of the current batch, without backward:
+                ``lambda: loss_function(model(x), y)``. With it the report can name the line of the
+                loss function.
 
         Raises:
-            RuntimeError: No step had a fault since the last finite one.
+            RuntimeError: No step since the last finite one had a fault.
         """
         if self.fault is None:
             raise RuntimeError(
@@ -185,7 +185,7 @@ class Watch:
             self._calls.pop().release()
 
     def close(self) -> None:
-        """Take all hooks off. A second call does nothing."""
+        """Remove all hooks. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
         while self._calls:
@@ -430,6 +430,9 @@ class Watch:
 
 
 def watch_of(optimizer: Any) -> Watch | None:
-    """The watch on an optimizer: of ``amp.initialize(..., debug=True)`` for example."""
+    """Return the watch on an optimizer, for example that of ``amp.initialize(..., debug=True)``.
+
+    Returns ``None`` if nothing watches the optimizer.
+    """
     found = _watches.get(id(optimizer))
     return found if found is not None and found._undo else None

@@ -1,6 +1,6 @@
 """Old names of NVIDIA's Apex: mixed precision by hand, with 16-bit models and float32 masters.
 
-In new programs use :func:`apex.amp.initialize`.
+Use :func:`apex.amp.initialize` in new programs.
 """
 
 from apex._upstream.missing import explain_attributes

@@ -42,30 +42,30 @@ class FP16_Optimizer(MasterOptimizer):
     """Step float32 masters of 16-bit parameters, with a scaled loss.
 
     Args:
-        init_optimizer: The optimizer to wrap; its groups are changed in place. Its parameters may
-            be float16 and bfloat16, which get masters, and float32 and float64, which do not.
-            State that it has already moves to the masters.
-        static_loss_scale: The loss scale, which then never changes, and no step is skipped.
-        dynamic_loss_scale: Find the scale while training, and skip steps after an overflow.
-        dynamic_loss_args: Options of the dynamic scale, see
-            :class:`~apex.fp16_utils.DynamicLossScaler`: ``init_scale`` (2**16 here),
-            ``scale_factor`` (2), ``scale_window`` (2000 here), ``min_loss_scale`` (``None``),
-            ``max_loss_scale`` (2**24 here, or ``init_scale`` if that is larger).
-        verbose: Say how many parameters have masters, and each overflow.
+        init_optimizer: The optimizer to wrap. Its groups change in place. float16 and bfloat16
+            parameters get masters; float32 and float64 parameters do not. The optimizer's state
+            moves to the masters.
+        static_loss_scale: A loss scale that never changes. No step is skipped.
+        dynamic_loss_scale: Adjust the scale during the training, and skip steps that overflow.
+        dynamic_loss_args: Options of the dynamic scale: ``init_scale`` (2**16 by default),
+            ``scale_factor`` (2), ``scale_window`` (2000), ``min_loss_scale`` (``None``) and
+            ``max_loss_scale`` (2**24, or ``init_scale`` if that is larger). See
+            :class:`~apex.fp16_utils.DynamicLossScaler`.
+        verbose: Log the number of parameters with masters, and each overflow.
 
     Raises:
         TypeError: ``init_optimizer`` is not an optimizer, a parameter is not a real floating
             tensor or is lazy, or an option is unknown.
-        ValueError: A number is out of range, or a parameter is in the groups twice.
+        ValueError: A number is out of range, or the groups contain a parameter twice.
         RuntimeError: ``init_optimizer`` went through ``amp.initialize``.
 
     Attributes:
         loss_scaler: A :class:`~apex.fp16_utils.LossScaler` or ``DynamicLossScaler``.
-        overflow: Whether the last ``update_master_grads`` found inf or nan. Never with a static
-            scale.
-        fp16_groups: The 16-bit parameters, a list for each group.
-        fp32_from_fp16_groups: Their masters.
-        fp32_from_fp32_groups: The parameters without masters.
+        overflow: Whether the last ``update_master_grads`` found an inf or NaN. Always False with a
+            static scale.
+        fp16_groups: For each group, the list of its 16-bit parameters.
+        fp32_from_fp16_groups: For each group, the list of their masters.
+        fp32_from_fp32_groups: For each group, the list of parameters without masters.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).half()
@@ -127,7 +127,7 @@ class FP16_Optimizer(MasterOptimizer):
         return torch.zeros(1, dtype=torch.int32, device=devices[0] if devices else "cpu")
 
     def maybe_print(self, msg: str) -> None:
-        """Say ``msg`` on rank 0 if ``verbose``, through the ``apex.amp`` logger."""
+        """Log ``msg`` to the ``apex.amp`` logger, on rank 0 and with ``verbose`` only."""
         if self.verbose:
             _speech.say(msg)
 
@@ -148,12 +148,12 @@ class FP16_Optimizer(MasterOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the scale is found while training."""
+        """Whether the loss scale is dynamic."""
         return isinstance(self.loss_scaler, DynamicLossScaler)
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by; may be written."""
+        """The loss scale. You can set it."""
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter
@@ -185,8 +185,8 @@ class FP16_Optimizer(MasterOptimizer):
         """Clear the gradients of the masters and of the model's parameters.
 
         Args:
-            set_grads_to_None: Free them instead of writing zeros.
-            set_to_none: torch's name for it.
+            set_grads_to_None: Free the gradients instead of writing zeros.
+            set_to_none: torch's name of this option.
         """
         frees = set_grads_to_None if set_to_none is None else set_to_none
         stepped = [param for group in self.param_groups for param in group["params"]]
@@ -200,12 +200,12 @@ class FP16_Optimizer(MasterOptimizer):
     def backward(
         self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Backpropagate ``loss`` times the loss scale; gradients of several calls add up.
+        """Backpropagate ``loss`` times the loss scale. Gradients of several calls add up.
 
         Args:
-            loss: A tensor with one element; it is scaled in float32.
-            update_master_grads: Bring the gradients to the masters at once. With False, they stay
-                on the model's parameters, scaled, until :meth:`update_master_grads`.
+            loss: A tensor with one element. It is scaled in float32.
+            update_master_grads: Copy the gradients to the masters at once. With False the scaled
+                gradients stay on the model's parameters until :meth:`update_master_grads`.
             retain_graph: Keep the graph for another backward pass.
         """
         self._add_new()
@@ -221,8 +221,8 @@ class FP16_Optimizer(MasterOptimizer):
     def update_master_grads(self) -> None:
         """Write the model's gradients into the masters, unscaled, and check them.
 
-        Gradients of other parameters are unscaled in place, once, however often this is called.
-        With a dynamic scale inf or nan sets ``overflow`` and lowers the scale.
+        Gradients of parameters without masters are unscaled in place, only once however often you
+        call it. With a dynamic scale, an inf or NaN sets ``overflow`` and lowers the scale.
         """
         self._add_new()
         self._pending = False
@@ -237,14 +237,14 @@ class FP16_Optimizer(MasterOptimizer):
             self.update_master_grads()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the norm of all gradients that the wrapped optimizer steps on.
+        """Clip the gradients that the wrapped optimizer will use by their total norm.
 
         Args:
-            max_norm: The largest norm.
-            norm_type: Which norm; may be ``inf``.
+            max_norm: Largest norm allowed.
+            norm_type: Which p-norm; may be ``inf``.
 
         Returns:
-            The norm before, a tensor; -1 after an overflow, when nothing is clipped.
+            The norm before clipping, as a tensor; -1 after an overflow, when nothing is clipped.
         """
         self._update_pending()
         if self.overflow:
@@ -255,9 +255,9 @@ class FP16_Optimizer(MasterOptimizer):
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
-        """The gradients that the wrapped optimizer will step on, a list for each group.
+        """Return the gradients that the wrapped optimizer will use, a list for each group.
 
-        ``None`` where there is no gradient; after an overflow ``None`` for all.
+        A parameter without a gradient has ``None``. After an overflow the result is ``None``.
         """
         self._update_pending()
         if self.overflow:
@@ -274,17 +274,17 @@ class FP16_Optimizer(MasterOptimizer):
     # -- the step ----------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters and round them into the model; does nothing after an overflow.
+        """Step the masters and round them into the model. After an overflow, skip the step.
 
         Args:
-            closure: Calls ``zero_grad`` and ``backward`` of this object and returns the loss. It is
-                called again while there is an overflow.
+            closure: Function that calls ``zero_grad`` and ``backward`` of this object and returns
+                the loss. It is called again as long as there is an overflow.
 
         Returns:
             What the wrapped ``step`` returned; ``None`` if the step was skipped.
 
         Raises:
-            RuntimeError: There were 50 overflows in a row, or ``loss.backward()`` was called
+            RuntimeError: There were 50 overflows in a row, or you called ``loss.backward()``
                 instead of ``backward(loss)``.
         """
         if closure is None:
@@ -345,7 +345,10 @@ class FP16_Optimizer(MasterOptimizer):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a bit-exact resume needs besides the model's: numbers, and tensors, not copied."""
+        """Return everything that a bit-exact resume needs besides the model's ``state_dict``.
+
+        Its tensors are not copies.
+        """
         return {
             "loss_scaler": checkpoint.scaler_to_dict(self.loss_scaler),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -356,13 +359,13 @@ class FP16_Optimizer(MasterOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, also in NVIDIA's Apex of 2018 to 2025.
+        """Load a state that ``state_dict`` of apex, or of NVIDIA's Apex (2018 to 2025), returned.
 
-        The model's weights may be loaded before or after. Scaler and masters are copied.
+        Load the model's weights before or afterwards. The scaler and the masters are copied.
 
         Raises:
-            TypeError: The saved scaler is of an unknown class.
-            ValueError: Keys, groups or shapes do not fit; nothing was changed.
+            TypeError: The class of the saved scaler is unknown.
+            ValueError: Keys, groups or shapes do not match. Nothing changes.
         """
         self._add_new()
         saved = self._read(state_dict)

@@ -50,16 +50,16 @@ def _keeps_float(layer: torch.nn.Module) -> bool:
 
 
 def network_to_half(network: torch.nn.Module) -> torch.nn.Sequential:
-    """Convert a model to float16 in place, and put a layer before it that casts its input.
+    """Convert a model to float16 in place, and add a layer before it that casts its input.
 
-    Batch norms that have weights stay float32 and are not rounded; in the original they went
-    through float16 and back. Those without weights become float16 with the rest.
+    Batch norms that have weights stay float32 without rounding; the original converted them to
+    float16 and back. Batch norms without weights become float16.
 
     Args:
-        network: The model, which must take one tensor.
+        network: A model with one tensor as its input.
 
     Returns:
-        ``torch.nn.Sequential(tofp16(), network)``; keys of its state dict begin with ``1.``.
+        ``torch.nn.Sequential(tofp16(), network)``. Keys of its state dict begin with ``1.``.
 
     Example:
         >>> model = network_to_half(torch.nn.Linear(4, 2))
@@ -71,16 +71,16 @@ def network_to_half(network: torch.nn.Module) -> torch.nn.Sequential:
 
 
 def convert_module(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Convert a module's own floating parameters, gradients and buffers, without its children's.
+    """Convert a module's floating parameters, gradients and buffers, but not its children's.
 
-    Parameters and buffers stay the same objects. Integers are left alone.
+    Parameters and buffers stay the same objects. Integer tensors do not change.
 
     Args:
-        module: Whose tensors to convert.
+        module: The module.
         dtype: float16, bfloat16, float32 or float64.
 
     Raises:
-        TypeError: ``dtype`` is no floating dtype.
+        TypeError: ``dtype`` is not a floating dtype.
     """
     _check_dtype("convert_module", dtype)
     for param in module.parameters(recurse=False):
@@ -111,7 +111,7 @@ def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mo
         ``network``.
 
     Raises:
-        TypeError: ``dtype`` is no floating dtype; nothing is converted.
+        TypeError: ``dtype`` is not a floating dtype. Nothing is converted.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -131,14 +131,14 @@ def convert_network(network: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mo
 
 
 class FP16Model(torch.nn.Module):
-    """A model converted to float16 that casts its inputs; outputs are what the model returns.
+    """Convert a model to float16, and cast its inputs. Outputs are not cast.
 
-    Only floating tensors are cast, in containers too. In the original token ids became float16 as
-    well, and keyword arguments and arguments that are no tensors were errors.
+    Only floating tensors are cast, in containers too. The original also cast token ids to float16,
+    and did not support keyword arguments and arguments that are not tensors.
 
     Args:
-        network: The model. It is converted in place, except for batch norms that have weights, and
-            keys of the state dict begin with ``network.``.
+        network: The model. It is converted in place, except for batch norms that have weights. Keys
+            of the state dict begin with ``network.``.
 
     Example:
         >>> model = FP16Model(torch.nn.Embedding(10, 4))
@@ -165,7 +165,7 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
 
 
 def fp32_to_fp16(val: Any) -> Any:
-    """Convert float32 tensors to float16, in nested lists and tuples too; the rest is unchanged.
+    """Convert float32 tensors to float16, in nested lists and tuples too; keep all others.
 
     Example:
         >>> a, b = fp32_to_fp16((torch.ones(2), torch.tensor([7])))
@@ -176,7 +176,7 @@ def fp32_to_fp16(val: Any) -> Any:
 
 
 def fp16_to_fp32(val: Any) -> Any:
-    """Convert float16 tensors to float32, in nested lists and tuples too; the rest is unchanged."""
+    """Convert float16 tensors to float32, in nested lists and tuples too; keep all others."""
     return conversion_helper(val, lambda item: _cast(item, torch.float16, torch.float32))
 
 
@@ -185,12 +185,13 @@ def _cast(item: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 
 class FP16_Module(torch.nn.Module):
-    """``module.half()``, with float32 inputs cast to float16 and float16 outputs to float32.
+    """Convert a model to float16, cast float32 inputs to float16, and float16 outputs to float32.
 
-    Of the first releases of 2018. Batch norms become float16 too.
+    It comes from the first releases of 2018. Batch norms become float16 too.
 
     Args:
-        module: The model; it is converted in place. Keys of the state dict begin with ``module.``.
+        module: The model, which is converted in place. Keys of the state dict begin with
+            ``module.``.
 
     Example:
         >>> model = FP16_Module(torch.nn.Linear(4, 2))
@@ -204,7 +205,7 @@ class FP16_Module(torch.nn.Module):
         cpu_float16.begin(torch.float16, {param.device.type for param in module.parameters()})
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module; keyword arguments are passed on as they are."""
+        """Call the module. Keyword arguments are not cast."""
         return fp16_to_fp32(self.module(*fp32_to_fp16(inputs), **kwargs))
 
 
@@ -217,7 +218,7 @@ def backwards_debug_hook(grad: torch.Tensor) -> None:
 
 
 def to_python_float(t: Any) -> Any:
-    """Return the number in a tensor of one element, or else the first element of ``t``."""
+    """Return the number in a tensor of one element, or the first element of a sequence ``t``."""
     return t.item() if hasattr(t, "item") else t[0]
 
 
@@ -226,21 +227,21 @@ def prep_param_lists(
 ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
     """List the parameters that require gradients, and make float32 copies of them, the masters.
 
-    float32 parameters have masters of their own. Masters of float64 parameters are float64; in the
-    original they were rounded to float32.
+    float32 parameters have masters too. Masters of float64 parameters are float64; the original
+    rounded them to float32.
 
     Args:
         model: The model.
-        flat_master: Make one 1-D master of all parameters, with zeros in ``grad``; in the original
+        flat_master: Make one 1-D master of all parameters, with zeros in ``grad``. In the original
             ``grad`` was uninitialised memory.
 
     Returns:
-        The parameters of the model, and the masters: for each a tensor, or a single
-        ``torch.nn.Parameter``.
+        A list of the model's parameters, and a list of their masters. A flat master is a list of
+        one ``torch.nn.Parameter``.
 
     Raises:
-        ValueError: A flat master is asked for, and no parameter requires a gradient or they are on
-            several devices.
+        ValueError: You asked for a flat master, and no parameter requires a gradient or they are
+            on several devices.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).half()
@@ -275,19 +276,19 @@ def model_grads_to_master_grads(
     master_params: Iterable[torch.Tensor],
     flat_master: bool = False,
 ) -> None:
-    """Copy gradients of the model into those of the masters, in the masters' dtype.
+    """Copy the model's gradients into the masters' gradients, in the masters' dtype.
 
-    Where the model has no gradient (None), the master has none afterwards. A flat master has zeros
-    there, or None if no parameter has a gradient; the original raised an AttributeError.
+    If a parameter has no gradient (None), its master has none either. A flat master has zeros in
+    its place, or no gradient if no parameter has one. The original raised an AttributeError.
 
     Args:
-        model_params: The first list of :func:`prep_param_lists`.
-        master_params: The second.
-        flat_master: What was passed to :func:`prep_param_lists`.
+        model_params: The first list that :func:`prep_param_lists` returned.
+        master_params: The second list.
+        flat_master: The value that you passed to :func:`prep_param_lists`.
 
     Raises:
-        ValueError: The lists do not belong together; nothing is changed. The original ignored the
-            rest of a longer list.
+        ValueError: The lists do not match. Nothing changes. The original ignored the rest of a
+            longer list.
     """
     params, masters = list(model_params), list(master_params)
     _check_lists("model_grads_to_master_grads", params, masters, flat_master)
@@ -316,7 +317,7 @@ def master_params_to_model_params(
 ) -> None:
     """Copy the values of the masters into the model's parameters, rounded to their dtypes.
 
-    Arguments and errors are those of :func:`model_grads_to_master_grads`.
+    See :func:`model_grads_to_master_grads` for the arguments and errors.
     """
     params, masters = list(model_params), list(master_params)
     _check_lists("master_params_to_model_params", params, masters, flat_master)

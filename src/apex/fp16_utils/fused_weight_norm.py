@@ -22,7 +22,7 @@ def _weight_norm(input: torch.Tensor, g: torch.Tensor, dim: int | None = 0) -> t
 
 
 class Fused_Weight_Norm(Applied):
-    """``Fused_Weight_Norm.apply(v, g, dim)`` is :func:`apex.ops.norms.weight_norm.weight_norm`.
+    """Weight norm: ``Fused_Weight_Norm.apply(v, g, dim)`` computes ``g * v / ||v||``.
 
     Example:
         >>> Fused_Weight_Norm.apply(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]])).tolist()

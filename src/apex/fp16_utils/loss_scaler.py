@@ -36,7 +36,7 @@ class LossScaler:
         ValueError: ``scale`` is not a number from 2**-126 to 2**126.
 
     Attributes:
-        cur_scale: The scale; may be written.
+        cur_scale: The scale. You can set it.
 
     Example:
         >>> scaler = LossScaler(128.0)
@@ -51,22 +51,22 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The loss scale."""
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return False: nothing is checked."""
+        """Return False, without a check."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
         """Do nothing."""
 
     def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
-        """Multiply gradients by the scale: a full backward hook of a module."""
+        """Multiply gradients by the scale. Use it as a full backward hook of a module."""
         return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Backpropagate the loss times the scale, multiplied in float32 at least."""
+        """Backpropagate the loss times the scale. The product is at least float32."""
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"backward: loss was a {type(loss).__name__}; it must be a tensor.")
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
@@ -74,22 +74,22 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that backs off after an overflow and grows after clean iterations.
+    """A loss scale that shrinks after an overflow and grows after iterations without one.
 
     Args:
-        init_scale: Where it starts, within the limits.
-        scale_factor: What it grows by and is divided by.
-        scale_window: Clean iterations in a row after which it grows.
-        min_loss_scale: It never falls below; ``None`` means the smallest normal float32.
-        max_loss_scale: It never grows above; ``None`` means 2**126.
+        init_scale: First scale, within the limits.
+        scale_factor: Factor by which the scale grows and shrinks.
+        scale_window: Number of iterations in a row without overflow after which it grows.
+        min_loss_scale: Lower limit; ``None`` means the smallest normal float32.
+        max_loss_scale: Upper limit; ``None`` means 2**126.
 
     Raises:
         ValueError: A number is out of range.
 
     Attributes:
-        cur_scale: The scale; may be written.
-        cur_iter: How often :meth:`update_scale` was called.
-        last_overflow_iter: ``cur_iter`` at the last overflow, -1 before the first.
+        cur_scale: The scale. You can set it.
+        cur_iter: Number of calls of :meth:`update_scale`.
+        last_overflow_iter: ``cur_iter`` at the last overflow; -1 before the first one.
     """
 
     # Objects that were pickled by NVIDIA's Apex of 2018 do not have these two.
@@ -121,7 +121,7 @@ class DynamicLossScaler(LossScaler):
         return bounded(scale, self.min_loss_scale, self.max_loss_scale, 1 / TINY)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether an element of a tensor's ``.grad`` is inf or nan; waits for the device once."""
+        """Return whether any tensor's ``.grad`` has an inf or NaN. Waits for the device once."""
         grads = [param.grad for param in params if param.grad is not None]
         flags = [self._has_inf_or_nan(grad) for grad in grads]
         return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
@@ -132,7 +132,7 @@ class DynamicLossScaler(LossScaler):
         return ~torch.isfinite(values).all()
 
     def update_scale(self, overflow: bool) -> None:
-        """End an iteration: back off after an overflow, grow after ``scale_window`` clean ones."""
+        """End an iteration: shrink after an overflow, grow after ``scale_window`` without one."""
         if overflow:
             self.cur_scale = self._bounded(self.cur_scale / self.scale_factor)
             self.last_overflow_iter = self.cur_iter

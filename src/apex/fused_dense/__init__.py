@@ -1,4 +1,4 @@
-"""Dense layers under the names of NVIDIA's Apex: with bias, and two with GELU in between."""
+"""Dense layers with the names of NVIDIA's Apex: a single one, and two with GELU between them."""
 
 from apex._upstream.missing import explain_attributes
 from apex.fused_dense.fused_dense import (

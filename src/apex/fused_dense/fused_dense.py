@@ -21,7 +21,7 @@ from apex.ops.norms._scripted import left_to_python
 def _fused_dense(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``input @ weight.T + bias``."""
+    """Compute ``input @ weight.T + bias``, with a weight of shape ``(out, in)``."""
     try:
         if dense.left_to_torch(weight, bias):
             return F.linear(input, weight, bias)
@@ -33,7 +33,7 @@ def _fused_dense(
 
 @left_to_python
 def _dense_no_bias(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``input @ weight.T``."""
+    """Compute ``input @ weight.T``, with a weight of shape ``(out, in)``."""
     return _fused_dense(input, weight, None)
 
 
@@ -45,7 +45,7 @@ def _fused_dense_gelu_dense(
     weight2: torch.Tensor,
     bias2: torch.Tensor,
 ) -> torch.Tensor:
-    """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``."""
+    """Compute ``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``, GELU in its tanh form."""
     try:
         if dense.left_to_torch(weight1, bias1) and dense.left_to_torch(weight2, bias2):
             hidden = F.gelu(F.linear(input, weight1, bias1), approximate="tanh")
@@ -64,35 +64,35 @@ fused_dense_gelu_dense_function = _fused_dense_gelu_dense
 
 
 class FusedDenseFunc(Applied):
-    """``input @ weight.T + bias``, called by ``.apply``; cast as :class:`FusedDense`."""
+    """Autograd function of ``input @ weight.T + bias``; call ``FusedDenseFunc.apply``."""
 
     function = staticmethod(_fused_dense)
     autocasts = True
 
 
 class DenseNoBiasFunc(Applied):
-    """``input @ weight.T``, called by ``.apply``."""
+    """Autograd function of ``input @ weight.T``; call ``DenseNoBiasFunc.apply``."""
 
     function = staticmethod(_dense_no_bias)
     autocasts = True
 
 
 class FusedDenseGeluDenseFunc(Applied):
-    """``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``, called by ``.apply``."""
+    """Autograd function of two dense layers with GELU; call ``FusedDenseGeluDenseFunc.apply``."""
 
     function = staticmethod(_fused_dense_gelu_dense)
     autocasts = True
 
 
 class FusedDense(torch.nn.Linear):
-    """A dense layer: `torch.nn.Linear` under its name in Apex.
+    """A dense layer: `torch.nn.Linear` with its name in Apex.
 
     Args:
-        in_features: Of the last dimension of the input.
-        out_features: Of the last dimension of the output.
-        bias: Whether there is a bias.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        in_features: Size of the input's last dimension.
+        out_features: Size of the output's last dimension.
+        bias: Whether the layer has a bias.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
 
     Example:
         >>> FusedDense(4, 2)(torch.randn(3, 5, 4)).shape
@@ -103,8 +103,9 @@ class FusedDense(torch.nn.Linear):
         """Map ``(..., in_features)`` to ``(..., out_features)``.
 
         Raises:
-            ArgumentError: The input has other features, or another dtype than the parameters
-                outside of autocast; it is a RuntimeError, TypeError and ValueError.
+            ArgumentError: The input's last dimension has another size; or its dtype differs from
+                the parameters', and autocast is off. It is a RuntimeError, TypeError and
+                ValueError.
         """
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
@@ -112,18 +113,18 @@ class FusedDense(torch.nn.Linear):
 
 
 class FusedDenseGeluDense(torch.nn.Module):
-    """Two dense layers with GELU, in its tanh form, in between.
+    """Two dense layers with GELU (in its tanh form) between them.
 
-    Parameters are ``weight1``, ``bias1``, ``weight2`` and ``bias2``, initialised as those of
+    The parameters are ``weight1``, ``bias1``, ``weight2`` and ``bias2``, initialised as in
     `torch.nn.Linear`.
 
     Args:
-        in_features: Of the last dimension of the input.
-        intermediate_features: Of the first layer's output.
-        out_features: Of the last dimension of the output.
-        bias: True; there is no form without biases.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        in_features: Size of the input's last dimension.
+        intermediate_features: Size of the last dimension of the first layer's output.
+        out_features: Size of the output's last dimension.
+        bias: Must be True: the layers always have biases.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         AssertionError: ``bias`` is False.
@@ -160,7 +161,7 @@ class FusedDenseGeluDense(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Initialise all parameters again."""
         for weight, bias in ((self.weight1, self.bias1), (self.weight2, self.bias2)):
             torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
             bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0.0

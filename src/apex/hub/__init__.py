@@ -1,8 +1,7 @@
-"""``apex.hub``: the layers here for the package ``kernels``, through which transformers takes them.
+"""Layers of apex for the package ``kernels``, through which transformers can load them.
 
-This folder is a repository as ``kernels.LocalLayerRepository`` reads one: a folder for each build,
-here one for all devices, with ``metadata.json`` and a module that has ``layers``. Tested with
-transformers 5.20 and kernels 0.17.
+The folder of this module is a repository that ``kernels.LocalLayerRepository`` can read. It has one
+build for all devices. Tested with transformers 5.20 and kernels 0.17.
 """
 
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Any
 
 __all__ = ["LAYERS", "PATH", "kernel_mapping"]
 
-#: The folder; ``KernelConfig({"RMSNorm": f"{PATH}:RMSNorm"}, use_local_kernel=True)``.
+#: Path of this folder, for ``KernelConfig({"RMSNorm": f"{PATH}:RMSNorm"}, use_local_kernel=True)``.
+#:
+#: :meta hide-value:
 PATH = Path(__file__).parent
-#: Names of layers: those that transformers registers, and ``LayerNorm`` for models of your own.
+#: Names of the layers that transformers registers, and ``LayerNorm`` for your own models.
 LAYERS = ("LayerNorm", "RMSNorm", "RMSNormZeroCentered", "SwiGLUMLP")
 
 
@@ -20,7 +21,7 @@ def kernel_mapping(*devices: str) -> dict[str, dict[str, Any]]:
     """Return the mapping for ``kernels.use_kernel_mapping`` and ``register_kernel_mapping``.
 
     Args:
-        *devices: Types of devices, as ``kernels`` names them; by default ``"cuda"``, ``"rocm"`` and
+        *devices: Device types, named as in ``kernels``; by default ``"cuda"``, ``"rocm"`` and
             ``"cpu"``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Parts of multilayer perceptrons."""
+"""Multilayer perceptrons, and the SwiGLU activation."""
 
 from apex._upstream.missing import explain_attributes
 from apex.mlp.mlp import MLP, MlpFunction, mlp_function

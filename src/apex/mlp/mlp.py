@@ -15,20 +15,20 @@ from apex.ops.layers import mlp as ops
 
 
 def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tensor:
-    """Apply dense layers with an activation after each, the last included.
+    """Apply dense layers with an activation after each layer, including the last.
 
     Args:
-        bias: Whether there are biases.
+        bias: Whether layers have a bias.
         activation: 0 for none, 1 for ReLU, 2 for sigmoid.
-        *args: Input ``(..., in)``, all weights ``(out_i, in_i)``, then all biases ``(out_i,)``; of
-            one floating dtype, or any under ``torch.autocast``, which casts them to its own.
+        *args: The input ``(..., in)``, all weights ``(out_i, in_i)``, then all biases ``(out_i,)``.
+            They must have one floating dtype, unless ``torch.autocast`` casts them.
 
     Returns:
-        ``(..., out)`` of the last layer.
+        Output of the last layer, ``(..., out)``.
 
     Raises:
-        ArgumentError: Shapes, dtypes or devices do not fit together; it is a RuntimeError,
-            TypeError and ValueError.
+        ArgumentError: Shapes, dtypes or devices do not match. It is a RuntimeError, TypeError and
+            ValueError.
 
     Example:
         >>> x, weight, bias = torch.tensor([[1.0, -2.0]]), torch.eye(2), torch.ones(2)
@@ -39,7 +39,7 @@ def mlp_function(bias: bool, activation: int, *args: torch.Tensor) -> torch.Tens
 
 
 class MlpFunction(Applied):
-    """:func:`mlp_function`, called by ``.apply``."""
+    """Autograd function of :func:`mlp_function`; call ``MlpFunction.apply``."""
 
     function = staticmethod(mlp_function)
     autocasts = True
@@ -47,20 +47,21 @@ class MlpFunction(Applied):
 
 
 class MLP(torch.nn.Module):
-    """Dense layers with an activation after each, the last included.
+    """Dense layers with an activation after each layer, including the last.
 
-    Parameters are ``weight_0`` of shape ``(sizes[1], sizes[0])``, ``bias_0``, ``weight_1`` and so
-    on. Weights start as ``N(0, sqrt(2 / (fan_in + fan_out)))``, biases as ``N(0, sqrt(1 / out))``.
+    The parameters are ``weight_0`` of shape ``(sizes[1], sizes[0])``, ``bias_0``, ``weight_1`` and
+    so on. Weights are initialised from ``N(0, sqrt(2 / (fan_in + fan_out)))``, biases from
+    ``N(0, sqrt(1 / out))``.
 
     Args:
-        mlp_sizes: Features of the input, then of each layer's output.
+        mlp_sizes: Number of features of the input, then of each layer's output.
         bias: Whether layers have a bias.
         activation: ``"none"``, ``"relu"`` or ``"sigmoid"``.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        TypeError: Another activation, or fewer than two sizes.
+        TypeError: The activation is unknown, or there are fewer than two sizes.
 
     Example:
         >>> MLP([4, 8, 2], activation="sigmoid")(torch.randn(3, 5, 4)).shape
@@ -72,7 +73,7 @@ class MLP(torch.nn.Module):
 
     @functools.cached_property
     def activation(self) -> int:
-        """As `mlp_function` takes it; Apex's layers of 2020 had ``relu`` instead, yes or no."""
+        """The activation as a number (0 none, 1 ReLU, 2 sigmoid), as in `mlp_function`."""
         return int(vars(self).get("relu", True))
 
     def __init__(
@@ -112,11 +113,11 @@ class MLP(torch.nn.Module):
 
     @property
     def biases(self) -> list[torch.Tensor]:
-        """The biases of all layers; none without ``bias``."""
+        """The biases of all layers; empty without ``bias``."""
         return [getattr(self, f"bias_{i}") for i in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Initialise all parameters again."""
         for weight in self.weights:
             torch.nn.init.normal_(weight, 0.0, math.sqrt(2.0 / max(1, sum(weight.shape))))
         for bias in self.biases:

@@ -1,7 +1,7 @@
 """Old names of NVIDIA's Apex: ``multi_tensor_applier`` calls functions over lists of tensors.
 
-Also :func:`release_captured`, for programs that capture such calls, or optimizer steps, in CUDA
-graphs and delete the graphs.
+Programs that capture such calls, or optimizer steps, in CUDA graphs call :func:`release_captured`
+after they delete the graphs.
 """
 
 from apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply

@@ -9,14 +9,14 @@ import torch
 
 
 class MultiTensorApply:
-    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
+    """Call ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
 
     Args:
-        chunk_size: Passed to every call. The functions here ignore it and choose their own.
+        chunk_size: Argument of every call. apex's functions ignore it and choose their own size.
 
     Attributes:
-        available: Always True: the functions need nothing compiled.
-        warned: Kept from the original; never set.
+        available: Always True, because nothing needs to be compiled.
+        warned: Kept from the original; always False.
 
     Example:
         >>> import amp_C
@@ -33,7 +33,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Do nothing: in the original it raises where nothing was compiled."""
+        """Do nothing. The original raises an error if its extension was not compiled."""
 
     def __call__(
         self,

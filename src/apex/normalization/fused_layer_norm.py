@@ -221,13 +221,15 @@ class _RowNorm(torch.nn.Module):
 class FusedLayerNorm(_RowNorm):
     """Layer norm over the last dimensions, a drop-in for `torch.nn.LayerNorm`.
 
+    The output has the input's dtype. The weight must be float32 or have the input's dtype.
+
     Args:
-        normalized_shape: The last dimensions of the input, or the last one alone.
+        normalized_shape: Sizes of the last dimensions of the input, or the size of the last one.
         eps: Added to the variance.
-        elementwise_affine: Whether there are a weight (ones at first) and a bias (zeros).
-        memory_efficient: Keep the output for the backward, not the input.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        elementwise_affine: Whether to have a weight (initially 1) and a bias (initially 0).
+        memory_efficient: Keep the output for the backward pass instead of the input.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
 
     Example:
         >>> FusedLayerNorm(4)(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -250,9 +252,10 @@ class FusedLayerNorm(_RowNorm):
 
 
 class FusedRMSNorm(_RowNorm):
-    """RMS norm over the last dimensions, whose output has the dtype of the weight, if there is one.
+    """RMS norm over the last dimensions. With a weight the output has the weight's dtype.
 
-    Arguments as of `FusedLayerNorm`; ``eps`` is added to the mean square, and there is no bias.
+    The arguments are those of `FusedLayerNorm`, but ``eps`` is added to the mean square, and there
+    is no bias.
 
     Example:
         >>> FusedRMSNorm(2, elementwise_affine=False)(torch.tensor([3.0, 4.0]))
@@ -295,12 +298,13 @@ class _AlwaysAffine(_RowNorm):
 class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
     """`FusedLayerNorm` whose output has the dtype of its parameters, whatever the input's.
 
-    ``elementwise_affine=False`` is refused, and other keywords are passed over, as in Apex.
+    As in Apex, ``elementwise_affine=False`` raises ``RuntimeError``, and unknown keywords are
+    ignored.
     """
 
 
 class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
-    """`FusedRMSNorm` with a weight always; keywords as for `MixedFusedLayerNorm`."""
+    """`FusedRMSNorm` that always has a weight. See `MixedFusedLayerNorm` for keywords."""
 
 
 # -- outputs by shape alone ------------------------------------------------------------------------

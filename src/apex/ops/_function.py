@@ -46,7 +46,7 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
     # TorchScript would compile it if it were in the class that a program names.
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Compute; arguments as those of ``forward`` after ``ctx``."""
+        """Compute the function. The arguments are those of ``forward`` without ``ctx``."""
         if cls._own is not None:
             return cls._own.apply(*args, **kwargs)
         if cls.autocasts or not private.is_any_autocast_enabled():
@@ -63,7 +63,7 @@ class Applied(torch.autograd.Function, metaclass=_Inlined):
 
 def _methods(cls: type[Applied]) -> tuple[Callable[..., torch.Tensor], Callable[..., Any]]:
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute, and save the arguments."""
+        """Compute the result, and save the arguments for ``backward``."""
         args = signature.bind(*args, **kwargs).args
         if cls.keeps_graph:
             needs = (*ctx.needs_input_grad, *[False] * len(args))
@@ -80,7 +80,7 @@ def _methods(cls: type[Applied]) -> tuple[Callable[..., torch.Tensor], Callable[
         return y
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        """Compute the gradients of the arguments, from a forward of them."""
+        """Compute the gradients of the saved arguments."""
         if cls.keeps_graph:
             taken = [isinstance(a, torch.Tensor) and a.requires_grad for a in ctx.args]
             wanted = [a for a, need in zip(ctx.args, taken, strict=True) if need]

@@ -1,7 +1,7 @@
 """Fused optimizers: drop-in for ``torch.optim``, one kernel launch for all parameters.
 
-They run on every device: in Triton on a GPU, on a CPU in torch's own fused kernels where those
-compute the same, else in plain PyTorch.
+They run on every device. On a GPU they use Triton. On a CPU they use torch's own fused kernels
+where these compute the same, and plain PyTorch otherwise.
 """
 
 from apex._upstream.missing import explain_attributes

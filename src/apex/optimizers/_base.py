@@ -66,38 +66,37 @@ _IS_UNIFORM = attrgetter("is_uniform")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers, and the arguments that they share.
-
-    Each takes those that are in its signature; its own docstring has the others.
+    """Base class of the fused optimizers. Each of them accepts the arguments in its signature.
 
     Args:
-        params: Parameters, named parameters or groups; float16, bfloat16, float32, float64, mixed.
-        lr: Learning rate; a tensor is read on its device.
+        params: Parameters, named parameters or groups. You can mix 16-bit, float32 and float64.
+        lr: Learning rate. A tensor is read on its device.
         betas: Decays of the two moments.
         eps: Added to the root of the second moment.
-        weight_decay: Weight decay; a tensor is read on its device.
-        bias_correction: Whether moments are corrected for their start at 0.
-        grad_averaging: Whether a gradient enters the first moment by ``1 - beta1`` or whole.
-        max_grad_norm: Largest norm of all gradients together, over all ranks for DTensors and in
-            torch's ``ZeroRedundancyOptimizer``; 0 turns clipping off.
-        amsgrad: Not supported; here because callers pass ``False``.
-        set_grad_none: Kept from the original; gradients are freed in any case.
-        storage: ``"plain"``, the default, with which small updates of bfloat16 weights round away:
-            a program that does not pass it is told so after ten steps, if a fifth is lost. For
-            bfloat16 parameters ``"low_bits"`` (bit-equal to float32 masters, 4 bytes per weight
-            instead of 6), ``"kahan"`` or ``"stochastic"``, see :mod:`apex.ops.lists.storage`.
-            ``"auto"`` is low bits for bfloat16 parameters and plain for the others, and loads
-            states of both: :mod:`apex.optimizers._packed`.
-        state: ``"plain"``; or ``"8bit"``: moments of matrices and larger tensors, of 4,096 elements
-            or more, are in 8 bits, about 1.02 bytes each, see :mod:`apex.ops.lists.quantized`; or
-            ``"bfloat16"``: moments are bfloat16, rounded stochastically, see
-            :mod:`apex.ops.lists.dither`. Those of float64 parameters stay float64.
-        defaults: Of this base alone: values of the group's numbers.
+        weight_decay: Weight decay. A tensor is read on its device.
+        bias_correction: Whether to correct the moments for their start at 0.
+        grad_averaging: Whether the first moment adds a gradient times ``1 - beta1``, or times 1.
+        max_grad_norm: Largest norm of all gradients together. It covers all ranks with DTensors and
+            in torch's ``ZeroRedundancyOptimizer``. 0 turns clipping off.
+        amsgrad: Not supported. It exists because callers pass ``False``.
+        set_grad_none: Has no effect; kept from the original.
+        storage: How weights are stored. With ``"plain"``, the default, small updates of bfloat16
+            weights round away. If you do not pass ``storage``, a warning after ten steps tells you
+            if a fifth of the updates is lost. For bfloat16 parameters you can pass ``"low_bits"``
+            (bit-equal to float32 masters, 4 bytes per weight instead of 6), ``"kahan"`` or
+            ``"stochastic"``. ``"auto"`` means ``"low_bits"`` for bfloat16 parameters and
+            ``"plain"`` for others, and loads the states of both.
+        state: How moments are stored. ``"8bit"`` stores the moments of tensors with at least 2
+            dimensions and 4,096 elements in 8 bits, about 1.02 bytes each. ``"bfloat16"`` stores
+            all moments in bfloat16, with stochastic rounding. The moments of float64 parameters
+            stay float64.
+        defaults: For this base class only: values of the group's numbers.
 
     Raises:
-        ValueError: No parameters, an unknown key in a group, a number out of range.
-        RuntimeError: ``amsgrad``; or a parameter is not a dense float16, bfloat16, float32 or
-            float64 tensor, has the negative bit, or is a ``Partial`` DTensor.
+        ValueError: There are no parameters, a group has an unknown key, or a number is out of
+            range.
+        RuntimeError: ``amsgrad`` is set; or a parameter is not a dense float16, bfloat16, float32
+            or float64 tensor, has the negative bit, or is a ``Partial`` DTensor.
     """
 
     # -- what a subclass says of itself ------------------------------------------------------------
@@ -199,14 +198,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**_checkpoint.copied(self), **state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its numbers and tensors are checked first.
+        """Check a parameter group and add it.
 
-        A parameter that is in the group several times is stepped once, and torch warns.
+        If the group contains a parameter several times, it is stepped once, and torch warns. The
+        group may have additional keys of your own.
 
         Raises:
-            ValueError: A misspelt key, one that another optimizer or the constructor takes, or a
-                number out of range. Keys of the program's own are kept.
-            RuntimeError: A parameter that cannot be stepped.
+            ValueError: A key is misspelt or belongs to another optimizer or to the constructor, or
+                a number is out of range.
+            RuntimeError: The optimizer cannot step a parameter.
             TypeError: A parameter is a nested tensor.
         """
         if isinstance(param_group, dict):
@@ -251,18 +251,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Take one step.
 
         Args:
-            closure: Evaluates the loss again.
-            **historic: ``grad_scaler``, a ``torch.amp.GradScaler`` that drives the step. Others of
-                the original's old arguments are refused.
+            closure: Function that evaluates the loss again.
+            **historic: ``grad_scaler``, the ``torch.amp.GradScaler`` that calls the step. The
+                original's other old arguments raise ``RuntimeError``.
 
         Returns:
-            What ``closure`` returned, else ``None``.
+            What ``closure`` returned, or ``None`` without a closure.
 
         Raises:
             KeyError: A number was deleted from a group.
-            RuntimeError: A gradient is sparse, complex, or a DTensor of another mesh than its
-                parameter; a parameter is not of the dtype that ``storage`` keeps; or an argument is
-                no longer taken.
+            RuntimeError: A gradient is sparse, complex, or a DTensor on another mesh than its
+                parameter; ``storage`` does not support a parameter's dtype; or you passed an
+                argument that is no longer supported.
         """
         return self._stepped(closure, historic)
 
@@ -316,13 +316,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Take one step on gradients that are still scaled.
 
         Args:
-            factor: What gradients are multiplied by: 1 / loss scale, times a clipping coefficient.
-                A one-element tensor is read where the kernels run.
-            noop: One-element tensor; the step is skipped if it is not 0.
-            write_grads: Whether the gradients are left multiplied by ``factor``, but for inference
-                tensors.
-            copies: 16-bit weights that also get the new values, by parameter.
-            grads: Gradients instead of ``param.grad``, by parameter.
+            factor: Factor for the gradients: 1 / loss scale, times a clipping coefficient. A
+                one-element tensor is read on the device.
+            noop: One-element tensor. The step is skipped if it is not 0.
+            write_grads: Whether to multiply the gradients themselves by ``factor``, except for
+                inference tensors.
+            copies: 16-bit weights that also receive the new values, by parameter.
+            grads: Gradients to use instead of ``param.grad``, by parameter.
         """
         vars(self).pop("_scaled_step", None)  # where Dynamo traces _stepped, its pop is lost
         self._take_step(factor, noop, write_grads, copies, grads)
@@ -556,27 +556,28 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch saves it."""
+        """Return the state in the form that torch saves."""
         self._follow_written()
         saved = _checkpoint.with_steps(self, super().state_dict())
         return packed(self, saved) if self.storage == AUTO else saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; of this class, or of the optimizer of its name in ``torch.optim``.
+        """Load a state of this class, or of the corresponding optimizer of ``torch.optim``.
 
-        Moments keep the dtype they were saved in: torch would round them to the parameter's. Those
-        that were saved in 8 bits become float32 where they are not so here, and the other way.
+        Moments keep the dtype in which they were saved; torch would round them to the parameter's
+        dtype. Moments saved in 8 bits become float32 if this optimizer does not use
+        ``state="8bit"``, and vice versa.
 
         Raises:
-            ValueError: The groups do not fit, or the state needs what this class does not do.
+            ValueError: The groups do not match, or this optimizer lacks a feature of the state.
         """
         _checkpoint.load(self, state_dict, super().load_state_dict)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state for ``load_state_dict`` of the optimizer of this name in ``torch.optim``.
+        """Return a state that the corresponding optimizer of ``torch.optim`` can load.
 
         Returns:
-            A state dict with the step count at each parameter. Moments stay float32, but torch
+            A state dict with a step count for each parameter. Moments stay float32, but torch
             rounds them to a 16-bit parameter's dtype when it loads them.
         """
         return _checkpoint.to_torch(self)

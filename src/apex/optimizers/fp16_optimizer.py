@@ -30,17 +30,18 @@ def _of_scaler(name: str) -> property:
 class FP16_Optimizer(_base.FP16_Optimizer):
     """Step float32 masters of 16-bit parameters, with a scaled loss.
 
-    Gradients are clipped by the wrapped optimizer: ``FusedAdam(..., max_grad_norm=1.0)``. Anything
-    that is not said here is as in :class:`apex.fp16_utils.FP16_Optimizer`. Defaults of
-    ``dynamic_loss_args`` are 2**16 for ``init_scale``, 1000 for ``scale_window``, 1 for
-    ``min_loss_scale`` and ``None`` for ``max_loss_scale``.
+    To clip gradients, pass ``max_grad_norm`` to the wrapped optimizer: ``FusedAdam(...,
+    max_grad_norm=1.0)``. ``dynamic_loss_args`` may contain ``init_scale`` (2**16 by default),
+    ``scale_window`` (1000), ``min_loss_scale`` (1) and ``max_loss_scale`` (``None``). Everything
+    else works as in :class:`apex.fp16_utils.FP16_Optimizer`.
 
     Attributes:
-        cur_scale: The loss scale; may be written.
-        cur_iter: How many steps were called, skipped ones too.
-        scale_factor: Of a dynamic scale; so are ``scale_window`` and ``last_overflow_iter``.
-        fp32_groups: What the wrapped optimizer steps, by group: masters, and parameters that have
-            none.
+        cur_scale: The loss scale. You can set it.
+        cur_iter: Number of ``step`` calls, including skipped steps.
+        scale_factor: Growth factor, with a dynamic scale only, like ``scale_window`` and
+            ``last_overflow_iter``.
+        fp32_groups: For each group, the tensors that the wrapped optimizer steps: masters, and
+            parameters without masters.
 
     Example:
         >>> from apex.optimizers import FusedAdam
@@ -63,7 +64,7 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         super().backward(loss, update_master_grads, retain_graph)
 
     def step(self, closure: Any = None) -> Any:
-        """Step the masters and round them into the model; does nothing after an overflow."""
+        """Step the masters and round them into the model. After an overflow, skip the step."""
         self.cur_iter += 1
         return super().step(closure)
 
@@ -89,7 +90,7 @@ class FP16_Optimizer(_base.FP16_Optimizer):
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """What the wrapped optimizer steps, by group."""
+        """For each group, the tensors that the wrapped optimizer steps."""
         return [list(group["params"]) for group in self.param_groups]
 
     def __getattr__(self, name: str) -> Any:
@@ -101,7 +102,7 @@ class FP16_Optimizer(_base.FP16_Optimizer):
         return super().__getattr__(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a bit-exact resume needs besides the model's ``state_dict``."""
+        """Return everything that a bit-exact resume needs besides the model's ``state_dict``."""
         return {
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "cur_iter": self.cur_iter,

@@ -16,11 +16,11 @@ from apex.optimizers._lost import PLAIN_BY_DEFAULT
 class FusedAdagrad(FusedOptimizer):
     """Adagrad in one launch for all parameters.
 
-    Drop-in for ``torch.optim.Adagrad`` with ``lr_decay=0``; see :mod:`apex.ops.updates.adagrad` for
-    the formula. Sums are kept in the parameter's dtype, as in the original; float32 with a
-    ``storage``.
+    Drop-in for ``torch.optim.Adagrad`` with ``lr_decay=0``. The docstring of
+    :mod:`apex.ops.updates.adagrad` has the formula. Sums have the parameter's dtype, as in the
+    original, or float32 with a ``storage`` other than ``"plain"``.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
         params: Parameters or groups.
@@ -73,7 +73,7 @@ class FusedAdagrad(FusedOptimizer):
         return super()._from_torch({**state_dict, "param_groups": groups})
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state for ``torch.optim.Adagrad``: of every parameter, as torch 2.9 needs it."""
+        """Return a state that ``torch.optim.Adagrad`` can load, with every parameter's state."""
         found = super().torch_state_dict()
         for saved, group in zip(found["param_groups"], self.param_groups, strict=True):
             for number, param in zip(saved["params"], group["params"], strict=True):

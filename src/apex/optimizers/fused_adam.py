@@ -18,27 +18,27 @@ from apex.optimizers._lost import PLAIN_BY_DEFAULT
 class FusedAdam(FusedOptimizer):
     """Adam, or AdamW with ``adam_w_mode`` (the default), in one launch for all parameters.
 
-    Drop-in for ``torch.optim.AdamW``, and for ``torch.optim.Adam`` with ``adam_w_mode=False``; see
-    :mod:`apex.ops.updates.adam` for the formula. Moments are float32 for every parameter dtype. The
-    step is counted per group.
+    Drop-in for ``torch.optim.AdamW``, and for ``torch.optim.Adam`` with ``adam_w_mode=False``. The
+    docstring of :mod:`apex.ops.updates.adam` has the formula. Moments of 16-bit parameters are
+    float32. Steps are counted per group.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
         params: Parameters or groups.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
         capturable: Keep ``lr`` and ``step`` on the device, so that a CUDA graph can replay a step.
-            torch's ``GradScaler`` then leaves unscaling and the skip to the step, too.
-        master_weights: Keep float32 masters of 16-bit parameters, made at the first step; needs
+            With torch's ``GradScaler`` the step then also unscales, and skips on an overflow.
+        master_weights: Keep float32 masters of 16-bit parameters, made at the first step. Needs
             ``capturable``.
-        max_grad_norm: As in the base, for scripts of BERT's time.
-        eps_inside_sqrt: Not supported; here because such scripts pass ``False``.
-        use_mt: Ignored: all tensors are in one launch in any case.
-        grad_averaging: Of FusedLAMB and FusedNovoGrad; here for the error alone.
+        max_grad_norm: Largest norm of all gradients together; 0 turns clipping off.
+        eps_inside_sqrt: Not supported. It exists because older scripts pass ``False``.
+        use_mt: Has no effect: one launch always steps all tensors.
+        grad_averaging: Not supported; an option of FusedLAMB and FusedNovoGrad.
 
     Raises:
-        RuntimeError: ``master_weights`` without ``capturable``, or ``eps_inside_sqrt``.
-        TypeError: ``grad_averaging``.
+        RuntimeError: You passed ``master_weights`` without ``capturable``, or ``eps_inside_sqrt``.
+        TypeError: You passed ``grad_averaging``.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -140,9 +140,10 @@ class FusedAdam(FusedOptimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]] | None:
-        """The masters by group, as the original has them; ``None`` without ``master_weights``.
+        """The masters by group, as in the original; ``None`` without ``master_weights``.
 
-        Masters are made at the first step, or here. They follow weights that are written later.
+        Reading this before the first step makes the masters. If you write a weight later, its
+        master is updated.
         """
         if not self.master_weights:
             return None
@@ -161,10 +162,10 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
         **historic: Any,
     ) -> Any:
-        """Take one step, see the base.
+        """Take one step.
 
-        All arguments but ``closure`` and ``grad_scaler`` are refused:
-        ``apex.contrib.optimizers.FusedAdam`` takes them.
+        All arguments except ``closure`` and ``grad_scaler`` raise ``RuntimeError``. Use
+        ``apex.contrib.optimizers.FusedAdam`` for a script that passes them.
         """
         old = {"grads": grads, "output_params": output_params, "scale": scale}
         return self._stepped(closure, {**old, "grad_norms": grad_norms, **historic})

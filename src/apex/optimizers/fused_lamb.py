@@ -16,24 +16,26 @@ from apex.optimizers._lost import PLAIN_BY_DEFAULT
 class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's step, scaled for each tensor by the ratio of weight to step.
 
-    See :mod:`apex.ops.updates.lamb` for the formula. All gradients together, of every group, are
-    clipped to the norm ``max_grad_norm`` first. Norms stay where the tensors are: nothing waits for
-    them.
+    The docstring of :mod:`apex.ops.updates.lamb` has the formula. A step first clips the gradients
+    of all groups together to the norm ``max_grad_norm``. Norms stay on the device, so the host does
+    not wait for them.
 
-    Kept from the original: after ``step()`` a parameter's ``grad`` holds what was multiplied by
-    the learning rate, so clear it; ``max_grad_norm`` is the constructor's, that of a group
-    is ignored; moments of float16 parameters are float16. Those of bfloat16 parameters, which the
-    original refused, are float32: eight bits cannot hold a sum that changes by a thousandth.
-    Gradients that share memory, such as one tensor for two weights, and inference tensors are left
-    as they are.
+    Three things are kept from the original:
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    * ``step()`` overwrites each ``grad`` with the update before the learning rate, so clear the
+      gradients. Gradients that share memory, such as one tensor for two weights, and inference
+      tensors stay unchanged.
+    * ``max_grad_norm`` is an argument of the constructor; a group's is ignored.
+    * Moments of float16 parameters are float16. Moments of bfloat16 parameters, which the original
+      did not support, are float32.
+
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
         params: Parameters or groups.
-        weight_decay: As in the base. Where it is 0 steps are not scaled.
+        weight_decay: Weight decay. Where it is 0, steps are not scaled by the ratio.
         adam_w_mode: Decoupled weight decay instead of an L2 penalty.
-        use_nvlamb: Whether steps without weight decay are scaled too.
+        use_nvlamb: Whether to scale steps without weight decay too.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

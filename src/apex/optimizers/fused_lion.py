@@ -12,18 +12,20 @@ from apex.optimizers._lost import PLAIN_BY_DEFAULT
 
 
 class FusedLion(FusedOptimizer):
-    """Lion: each weight moves by ``lr``, in the direction of an average's sign.
+    """Lion: each weight moves by ``lr``, against the sign of an average of its gradients.
 
-    See :mod:`apex.ops.updates.lion` for the formula. Weight decay is decoupled. The average is
-    float32, float64 for float64 parameters.
+    The docstring of :mod:`apex.ops.updates.lion` has the formula. Weight decay is decoupled. The
+    average is float32, or float64 for float64 parameters.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
         params: Parameters or groups.
-        lr: Learning rate, 3 to 10 times smaller than AdamW's; a tensor is read on its device.
-        betas: Decays of the average in the update's sign, and of the average that is kept.
-        weight_decay: Weight decay, 3 to 10 times AdamW's; a tensor is read on its device.
+        lr: Learning rate. Use a 3 to 10 times smaller one than for AdamW. A tensor is read on its
+            device.
+        betas: Decays of the average whose sign is used, and of the average that is kept.
+        weight_decay: Weight decay. Use a 3 to 10 times larger one than for AdamW. A tensor is read
+            on its device.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -11,14 +11,14 @@ from apex.optimizers.fused_lamb import FusedLAMB
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """:class:`FusedLAMB` that keeps ``lr`` and ``step`` on the device, and masters.
+    """:class:`FusedLAMB` with float32 masters, and with ``lr`` and ``step`` on the device.
 
-    Parameters of ``reduced_precision_dtype`` get float32 masters at the first step, so that a
-    broadcast of the weights before it is honoured; they are part of the state. Moments are float32
-    where there is a master. If ``GradScaler`` finds an overflow, the step is skipped on the device.
+    The first step makes float32 masters of parameters in ``reduced_precision_dtype``, so you can
+    still broadcast weights before it. Masters are part of the state. The moments of a parameter
+    with a master are float32. If ``GradScaler`` finds an overflow, the device skips the step.
     Clipping uses the unscaled gradients of all groups, whatever their dtypes.
 
-    The other arguments are those of :class:`FusedLAMB`.
+    See :class:`FusedLAMB` for the other arguments.
 
     Args:
         params: Parameters or groups. A group may have its own ``lr`` and ``step``.
@@ -82,7 +82,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
-        """The groups with masters instead of parameters that have them by now."""
+        """The groups, with masters in the place of parameters that already have one."""
         self._follow_written()
         return [
             {**group, "params": [self._so_far(param) for param in group["params"]]}

@@ -62,62 +62,68 @@ class _Waiting(NamedTuple):
 
 
 class FusedMuon(FusedOptimizer):
-    """Muon: each matrix moves by its orthogonalised momentum. Everything else is stepped by AdamW.
+    """Muon: each matrix moves by its orthogonalised momentum. AdamW steps everything else.
 
-    See :mod:`apex.ops.updates.muon` for the formula, and :class:`torch.optim.Muon`, for which it is
-    a drop-in: the numbers are the same. Unlike that it takes all parameters of a model, stacks of
-    matrices (3-D), convolutions and sharded parameters. Momentum is float32 for every parameter
-    dtype.
+    Drop-in for :class:`torch.optim.Muon`, with the same numbers. In addition it steps all other
+    parameters of a model, stacks of matrices (3-D), convolutions and sharded parameters. The
+    docstring of :mod:`apex.ops.updates.muon` has the formula. Momentum of 16-bit parameters is
+    float32.
 
-    A parameter is stepped as a matrix if it has 2 dimensions, or 3: then it is a stack of matrices,
-    each orthogonalised on its own (the experts of a layer). Embeddings and output layers have 2
-    dimensions, and are better stepped by Adam: :meth:`groups_for` makes groups of a model by what
-    its modules are. Else say so by ``is_matrix`` or by groups with ``"algorithm": "adam"``: of
-    plain tensors nobody can know, and of named parameters the constructor warns. The weight of a
-    ``Conv1d`` has 3 dimensions and is no stack: see ``flatten``. A group that has both kinds of
-    parameters becomes two groups.
+    **Matrices.** Muon steps parameters with 2 or 3 dimensions. One with 3 dimensions, such as the
+    experts of a layer, is a stack of matrices; each is orthogonalised separately. The weight of a
+    ``Conv1d`` has 3 dimensions but is not a stack; see ``flatten``.
 
-    Of sharded parameters (``fully_shard``, ``parallelize_module``) each is collected at an owner
-    rank, see :mod:`apex.optimizers._muon_shards`; replicated ones are computed on each rank. All
-    ranks of a mesh have to call ``step``, and to skip it together, as with :mod:`apex.amp`.
+    **Embeddings and output layers.** They have 2 dimensions too, but Adam is better for them.
+    :meth:`groups_for` makes the right groups from the modules of a model. Otherwise pass
+    ``is_matrix``, or groups with ``"algorithm": "adam"``. The constructor warns if the name of a
+    named parameter looks like one of these layers; it cannot warn about plain tensors. If a group
+    contains parameters for both algorithms, it becomes two groups.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    **Sharded parameters** (``fully_shard``, ``parallelize_module``). Each one is collected on one
+    rank, which orthogonalises it. For replicated parameters each rank does so itself. All ranks of
+    a mesh must call ``step``, and must skip the same steps, as they do with :mod:`apex.amp`.
+
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
-        params: Parameters, named parameters or groups. Groups may have an ``"algorithm"``,
-            ``"muon"`` or ``"adam"``, with a ``lr``, ``eps`` and ``weight_decay`` of that, and
-            their own ``split`` and ``flatten``.
+        params: Parameters, named parameters or groups. A group may have its own ``"algorithm"``
+            (``"muon"`` or ``"adam"``), ``lr``, ``eps``, ``weight_decay``, ``split`` and
+            ``flatten``.
         lr: Learning rate.
         weight_decay: Decoupled weight decay.
-        momentum: Decay of the momentum, from 0 to below 1.
-        nesterov: Whether the gradient counts once more in the direction.
-        ns_coefficients: Of the Newton-Schulz iteration: three numbers, ``"quintic"`` for the
-            default ones, or ``"polar_express"``, whose iterations differ (arXiv:2505.16932).
-        eps: Least norm that a direction is divided by.
-        ns_steps: Iterations, at most 99.
-        adjust_lr_fn: What ``lr`` is multiplied by for a matrix of A rows and B columns:
-            ``"original"`` or ``None`` is ``sqrt(max(1, A / B))``; ``"match_rms_adamw"`` is
-            ``0.2 * sqrt(max(A, B))``, with which ``lr`` and ``weight_decay`` of AdamW fit.
-        flatten: Step parameters of 3 or more dimensions as matrices ``(shape[0], the others)``:
-            for convolutions. By default those of 4 or more are stepped by Adam.
-        split: Orthogonalise each matrix in so many blocks of rows: 3 for fused weights of query,
-            key and value, three times the heads for each head. ``adjust_lr_fn`` goes by a block.
-        is_matrix: ``(name or None, parameter) -> bool``, instead of the rule above; called once for
-            each parameter. Names are those of named parameters.
-        adam_lr: ``lr`` of what Adam steps, where a group gives none; ``None`` is ``lr``.
+        momentum: Decay of the momentum, at least 0 and below 1.
+        nesterov: Whether to use Nesterov's momentum.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration: three numbers, ``"quintic"``
+            for the default ones, or ``"polar_express"``, which differ from iteration to iteration
+            (arXiv:2505.16932).
+        eps: Smallest norm that a direction is divided by.
+        ns_steps: Number of iterations, at most 99.
+        adjust_lr_fn: Factor of ``lr`` for a matrix of A rows and B columns. ``"original"`` or
+            ``None`` is ``sqrt(max(1, A / B))``. ``"match_rms_adamw"`` is
+            ``0.2 * sqrt(max(A, B))``; use it with the ``lr`` and ``weight_decay`` of AdamW.
+        flatten: Step parameters of 3 or more dimensions, such as those of convolutions, as matrices
+            of ``shape[0]`` rows. By default Adam steps those of 4 or more dimensions.
+        split: Number of blocks of rows of each matrix that are orthogonalised separately. Use 3 for
+            fused weights of query, key and value, or three times the number of heads to separate
+            heads too. ``adjust_lr_fn`` then uses the shape of a block.
+        is_matrix: Function ``(name or None, parameter) -> bool`` that replaces the rule above. It
+            is called once for each parameter. Only named parameters have a name.
+        adam_lr: ``lr`` for groups that Adam steps and that have no ``lr``; ``None`` means ``lr``.
         adam_weight_decay: The same for ``weight_decay``.
-        adam_eps: The same for ``eps``.
-        betas: Of Adam.
+        adam_eps: ``eps`` for groups that Adam steps and that have no ``eps``.
+        betas: Decays of Adam's moments.
         iteration_dtype: ``torch.bfloat16``, or ``torch.float32`` for products in float32 (float64
             for float64 parameters).
-        ns_algorithm: ``"standard_newton_schulz"``, or ``"gram_newton_schulz"`` for iterations of
-            Gram matrices where that takes fewer multiplications: with the numbers above if the long
-            side is over 1.5 times the short one. It rounds differently. No GPU has timed it.
+        ns_algorithm: ``"standard_newton_schulz"``, or ``"gram_newton_schulz"`` to iterate on Gram
+            matrices where that needs fewer multiplications. With the default number of iterations
+            it does so if the long side is more than 1.5 times the short one. It rounds differently,
+            and has not been timed on a GPU.
 
     Raises:
-        ValueError: As in the base; a number out of range, or a parameter that has no matrices, or
-            cannot be split, and was to be stepped as one.
-        RuntimeError: As in the base; a parameter is sharded in a way that cannot be collected.
+        ValueError: A number is out of range, or Muon cannot step or split a parameter; or as in the
+            base class.
+        RuntimeError: A parameter is sharded in a way that cannot be collected; or as in the base
+            class.
 
     Example:
         >>> model = torch.nn.Sequential(
@@ -214,27 +220,32 @@ class FusedMuon(FusedOptimizer):
     ) -> list[dict[str, Any]]:
         """Make the groups of a model: hidden matrices for Muon, everything else for Adam.
 
-        See :func:`apex.optimizers._muon_groups.groups_for` for which modules have matrices.
+        Muon steps the weights of ``Linear`` and its subclasses, of transformers' ``Conv1D``, of
+        apex's layers, of ``MultiheadAttention`` (split into query, key and value) and of recurrent
+        layers (split into gates). Adam steps all other parameters, and weights that a hidden layer
+        shares with an embedding or an output layer.
 
         Args:
-            model: The model; parameters that need no gradient are left out.
-            outputs: Names of its output layers. By default those that it names itself
-                (``get_output_embeddings()``), whose weight is that of an embedding, of a
-                ``LinearCrossEntropyLoss``, and those whose name says so, such as ``lm_head``.
-            matrices: Names of further parameters that are matrices, or stacks of them, with
-                ``fnmatch`` patterns: ``"*.experts.*"``.
+            model: The model. Parameters that need no gradient are left out.
+            outputs: Names of the model's output layers. By default these are the layer that
+                ``get_output_embeddings()`` returns, layers that share the weight of an embedding,
+                ``LinearCrossEntropyLoss`` modules, and layers with a name such as ``lm_head``.
+            matrices: Names of further parameters that are matrices or stacks of them. They may be
+                ``fnmatch`` patterns, such as ``"*.experts.*"``.
 
         Returns:
-            Groups of named parameters, to be passed to the constructor.
+            Groups of named parameters to pass to the constructor.
 
         Raises:
-            ValueError: A name or pattern fits nothing.
-            UserWarning: By default no output layer was found.
+            ValueError: A name or pattern matches nothing.
+
+        Warns:
+            UserWarning: You did not pass ``outputs``, and no output layer was found.
         """
         return _muon_groups.groups_for(model, outputs=outputs, matrices=matrices)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, or two: one for its matrices and one for the rest; see the base."""
+        """Add a group, or two if it has matrices and other parameters."""
         before = len(self.param_groups)
         try:
             for part in self._parts(param_group):

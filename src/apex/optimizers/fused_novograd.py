@@ -23,29 +23,31 @@ KINDS = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad: Adam with one second moment, a norm, for each tensor.
+    """NovoGrad: Adam with a single second moment, a norm, for each tensor.
 
-    See :mod:`apex.ops.updates.novograd` for the formula. Moments are kept in the parameter's dtype,
-    as in the original; float32 with a ``storage``. The state of a parameter has its norm as
-    ``"norm"``. ``group["exp_avg_sq"]`` shows them (norms, not their squares): a float32 vector for
-    the float16 parameters that were stepped so far, one for the float32 ones, then, if there are
-    any, for bfloat16 and float64. As in the original a step writes into these vectors; where norms
-    do not lie one behind the other, as those of parameters that came later, they are copies of this
-    step. A checkpoint has them there alone.
+    The docstring of :mod:`apex.ops.updates.novograd` has the formula. Moments have the parameter's
+    dtype, as in the original, or float32 with a ``storage`` other than ``"plain"``.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    The state of a parameter holds its norm (not the square) as ``"norm"``. As in the original,
+    ``group["exp_avg_sq"]`` lists these norms in float32 vectors: one for the float16 parameters
+    that were stepped so far, one for the float32 ones, and two more if a group has bfloat16 or
+    float64 parameters. A step writes into these vectors. If the norms are not contiguous in memory,
+    for example because a parameter was added later, each step makes new copies instead. Checkpoints
+    contain the norms in the groups only.
+
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
         params: Parameters or groups.
-        betas: Decays of moment and norm.
+        betas: Decays of the moment and of the norm.
         eps: Added to the corrected norm.
         reg_inside_moment: Add weight decay to the gradient that enters the moment, instead of to
             the update.
         norm_type: 2, or 0 for the largest magnitude.
-        init_zero: Norms start at 0, instead of at the first gradient's.
+        init_zero: Start norms at 0, instead of at the first gradient's norm.
 
     Raises:
-        RuntimeError: Another ``norm_type``.
+        RuntimeError: ``norm_type`` is neither 2 nor 0.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -197,9 +199,9 @@ class FusedNovoGrad(FusedOptimizer):
         self._shown = self._seen() if are_shared else ()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch saves it; norms are in the groups, as in the original.
+        """Return the state in the form that torch saves, with norms in the groups.
 
-        In a ``ZeroRedundancyOptimizer``, which gathers states alone, they are there too.
+        In a ``ZeroRedundancyOptimizer`` the parameters' states contain the norms too.
         """
         self._show_norms()
         saved = super().state_dict()

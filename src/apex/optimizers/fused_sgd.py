@@ -25,30 +25,31 @@ from apex.optimizers._step import Launch
 class FusedSGD(FusedOptimizer):
     """SGD, with momentum, dampening and Nesterov's variant, in one launch for all parameters.
 
-    Drop-in for ``torch.optim.SGD``; see :mod:`apex.ops.updates.sgd` for the formula. Momentum
-    buffers are kept in the parameter's dtype, as in the original; float32 with a ``storage``. A new
-    one holds -0.0, which a step makes 0.0 or another number.
+    Drop-in for ``torch.optim.SGD``. The docstring of :mod:`apex.ops.updates.sgd` has the formula.
+    Momentum buffers have the parameter's dtype, as in the original, or float32 with a ``storage``
+    other than ``"plain"``.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
         params: Parameters or groups.
-        lr: Learning rate, to be given here or in each group; a tensor is read on its device.
+        lr: Learning rate, required here or in each group. A tensor is read on its device.
         momentum: Decay of the momentum buffer.
-        dampening: What is left out of each gradient that enters the buffer.
-        weight_decay: L2 penalty; a tensor is read on its device.
-        nesterov: Nesterov's momentum.
-        wd_after_momentum: Add the penalty behind the momentum.
-        materialize_master_grads: Read by amp at O2: whether masters get gradients of their own, or
-            the step reads the model's, still scaled.
+        dampening: Share of each gradient that is not added to the buffer.
+        weight_decay: L2 penalty. A tensor is read on its device.
+        nesterov: Whether to use Nesterov's momentum.
+        wd_after_momentum: Add the penalty after the momentum.
+        materialize_master_grads: For amp at O2: whether masters have gradients of their own, or the
+            step reads the model's gradients, which are still scaled.
 
     Attributes:
-        most_recent_scale: What gradients are still multiplied by; the next step divides by it and
-            makes it 1.
+        most_recent_scale: Factor that gradients are still multiplied by. The next step divides by
+            it and sets it to 1.
         scale_set_by_backward: Whether ``most_recent_scale`` was set since the last step.
 
     Raises:
-        ValueError: No ``lr``, or Nesterov's momentum without momentum or with dampening.
+        ValueError: There is no ``lr``; or you asked for Nesterov's momentum without momentum, or
+            with dampening.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -122,13 +123,13 @@ class FusedSGD(FusedOptimizer):
     def get_momentums(
         self, params: Iterable[torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], bool]:
-        """The momentum buffers, made where there are none.
+        """Return the momentum buffers, and make those that are missing.
 
         Returns:
             The buffers, and whether all of them are new.
 
         Raises:
-            RuntimeError: Buffers are quantised to 8 bits.
+            RuntimeError: Buffers are stored in 8 bits.
         """
         if self._state_form == "8bit":
             raise RuntimeError(

@@ -18,21 +18,21 @@ Rows = torch.Tensor | Sequence[torch.Tensor]
 def max_attention_logits(
     query: torch.Tensor, key: torch.Tensor, *, scale: float | None = None, is_causal: bool = False
 ) -> torch.Tensor:
-    """Compute the largest logit of each attention head, without all logits in memory.
+    """Compute the largest logit of each attention head, without storing all logits.
 
-    The matrix product runs in the dtype of ``query``. Every position counts.
+    The matrix product runs in the dtype of ``query``. Every position counts, padding too.
 
     Args:
         query: ``(..., heads, queries, dim)``, after rotary embeddings and norms.
-        key: ``(..., key_heads, keys, dim)``; ``key_heads`` divides ``heads``.
-        scale: Of the logits; by default ``dim ** -0.5``.
-        is_causal: Whether query ``i`` sees keys up to ``i`` alone.
+        key: ``(..., key_heads, keys, dim)``; ``key_heads`` must divide ``heads``.
+        scale: Scale of the logits; by default ``dim ** -0.5``.
+        is_causal: Whether query ``i`` attends only to keys up to ``i``.
 
     Returns:
-        ``(heads,)``, float32, or float64 for float64.
+        ``(heads,)`` in float32, or float64 for float64 tensors.
 
     Raises:
-        ValueError: ``key_heads`` does not divide ``heads``, or a tensor has less than three
+        ValueError: ``key_heads`` does not divide ``heads``, or a tensor has fewer than three
             dimensions.
     """
     if query.dim() < 3 or key.dim() < 3:
@@ -67,29 +67,32 @@ def qk_clip_(
 ) -> torch.Tensor:
     """Scale the query and key weights of heads whose largest logit exceeds a threshold, in place.
 
-    Call it after the optimizer's step. With ``factor = min(1, threshold / max_logits)`` of a head,
-    its query and key rows are each multiplied by ``sqrt(factor)``, and so its logits by ``factor``.
-    Heads that share a key take the smallest factor of their group for it, and each of them the rest
-    for its query. Without a head above the threshold nothing is written. To know that, the host
-    waits for the device. A largest logit of inf or NaN, from a step that is skipped, is left alone.
+    Call it after the optimizer's step. A head's logits are multiplied by
+    ``factor = min(1, threshold / max_logits)``: its query and key rows are each multiplied by
+    ``sqrt(factor)``. If heads share a key, the key uses the smallest factor of its group, and each
+    query makes up for the difference. The host waits for the device, to learn whether any head is
+    above the threshold. A largest logit of inf or NaN, as in a skipped step, changes nothing.
 
-    It has no effect with a norm between weights and logits (QK norm), which undoes the scale.
+    A norm between the weights and the logits (QK norm) undoes the scaling, so the function then has
+    no effect.
 
     Args:
-        query: Weight ``(heads * dim, in)``, or a list of it and its bias ``(heads * dim,)``. Of a
-            fused layer pass rows: those of ``weight.detach().chunk(3)``.
-        key: The same of the keys, ``(key_heads * dim, in)``.
-        max_logits: ``(heads,)``; the largest over all data-parallel ranks, so that they stay equal.
+        query: Weight ``(heads * dim, in)``, or a list of the weight and its bias
+            ``(heads * dim,)``. For a fused layer pass rows of its weight, as from
+            ``weight.detach().chunk(3)``.
+        key: The same for the keys, ``(key_heads * dim, in)``.
+        max_logits: ``(heads,)``: the largest logits over all data-parallel ranks, so that weights
+            stay equal on all ranks.
         threshold: Largest logit allowed.
-        key_heads: How many heads the keys have; by default as many as the queries.
+        key_heads: Number of heads of the keys; by default as many as the queries have.
 
     Returns:
         The factor of each head's logits, ``(heads,)``.
 
     Raises:
         TypeError: A weight is a DTensor.
-        ValueError: Rows are no multiple of heads, ``key_heads`` does not divide ``heads``, or
-            ``threshold`` is not above 0.
+        ValueError: The number of rows is not a multiple of the number of heads, ``key_heads`` does
+            not divide ``heads``, or ``threshold`` is not above 0.
 
     Example:
         >>> query, key = torch.ones(2, 1), torch.ones(2, 1)

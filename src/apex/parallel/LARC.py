@@ -20,28 +20,29 @@ _own_copies = _runtime.not_compiled(own_copies)
 
 
 class LARC(WrappedOptimizer):
-    """Give each tensor a learning rate in proportion to the ratio of its norm and its gradient's.
+    """Scale each tensor's learning rate by the ratio of the norms of its weight and its gradient.
 
-    Wraps an optimizer; at each step gradients are multiplied by the local rates and get the weight
-    decay, and the wrapped optimizer steps without any. See :mod:`apex.ops.updates.larc` for the
-    formula. Norms are float32, whatever the parameter's dtype, and stay on the device. Those of
-    sharded DTensors are added up over ranks, by one all-reduce for all of them.
+    LARC wraps an optimizer. ``step`` adds the weight decay to the gradients and multiplies them by
+    the local rates. The wrapped optimizer then steps without weight decay. The docstring of
+    :mod:`apex.ops.updates.larc` has the formula. Norms are float32, whatever the parameter's dtype,
+    and stay on the device. For sharded DTensors a single all-reduce adds them up over ranks.
 
-    Groups, state and checkpoints are the wrapped optimizer's.
+    Groups, state and checkpoints are those of the wrapped optimizer.
 
-    Kept from the original: ``param.grad`` is changed, and a tensor whose norm or whose gradient's
-    is 0 gets no weight decay in that step. Gradients that share memory, such as one tensor for two
-    weights, and inference tensors are left as they are: the step is that of copies.
+    As in the original, ``step`` changes ``param.grad``. If the norm of a weight or of its gradient
+    is 0, that step applies no weight decay to it. Gradients that share memory, such as one tensor
+    for two weights, and inference tensors stay unchanged; the step then uses copies.
 
     Args:
         optimizer: The optimizer to wrap, of torch or of :mod:`apex.optimizers`.
-        trust_coefficient: What the ratio of the norms is multiplied by.
-        clip: Take the smaller of local and global learning rate, instead of their product.
+        trust_coefficient: Factor of the ratio of the norms.
+        clip: Use the smaller of the local and the global learning rate, instead of their product.
         eps: Added to the denominator.
-        epsilon: ``eps`` in the very first version, which did not clip; so this turns ``clip`` off.
+        epsilon: Name of ``eps`` in the first version of Apex, which did not clip. It turns ``clip``
+            off.
 
     Raises:
-        TypeError: ``clip`` is not a flag, or ``optimizer`` is not an optimizer.
+        TypeError: ``clip`` is a float, or ``optimizer`` is not an optimizer.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -82,13 +83,14 @@ class LARC(WrappedOptimizer):
         """Scale the gradients, and let the wrapped optimizer step without weight decay.
 
         Args:
-            closure: Evaluates the loss again; once, before the gradients are scaled.
+            closure: Function that evaluates the loss again. It is called once, before the gradients
+                are scaled.
 
         Returns:
-            What ``closure`` returned, else what the wrapped ``step`` did.
+            What ``closure`` returned, or what the wrapped ``step`` returned without a closure.
 
         Raises:
-            RuntimeError: A gradient is sparse, complex or a DTensor of another mesh than its
+            RuntimeError: A gradient is sparse, complex or a DTensor on another mesh than its
                 parameter.
             TypeError: A gradient is a nested tensor.
         """

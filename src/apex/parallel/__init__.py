@@ -1,4 +1,4 @@
-"""Training on several devices."""
+"""Distributed data parallel training, synchronised batch norm, and LARC."""
 
 from typing import Any
 

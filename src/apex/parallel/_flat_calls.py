@@ -83,16 +83,16 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[torch.Tensor]) -> None:
 
 
 class Reducer:
-    """Average gradients over all ranks when the program says so, with no hooks.
+    """Average gradients over all ranks when you call :meth:`reduce`, without hooks.
 
     Args:
-        module_or_grads_list: A module, whose parameters (masters, where amp has made some) are
-            broadcast from rank 0 now; or gradients in nested iterables, which have to stay the same
-            tensors: use ``zero_grad(set_to_none=False)``.
+        module_or_grads_list: A module, whose parameters (or amp's masters of them) are broadcast
+            from rank 0 now. Or gradients in nested iterables. They must stay the same tensors, so
+            use ``zero_grad(set_to_none=False)``.
 
     Raises:
-        TypeError: There is no module and no tensor.
-        RuntimeError: No process group was made.
+        TypeError: The argument is not a module and contains no tensor.
+        RuntimeError: There is no process group.
 
     Example:
         >>> reducer = Reducer(model)  # doctest: +SKIP
@@ -117,10 +117,10 @@ class Reducer:
             )
 
     def reduce(self) -> None:
-        """Overwrite the gradients by their mean over all ranks; ranks need the same gradients.
+        """Overwrite the gradients by their mean over all ranks.
 
-        Those are reduced that an optimizer will step: after a block of ``amp.scale_loss`` at O2 or
-        O5 the float32 ones of the masters.
+        All ranks must have gradients for the same parameters. After a block of ``amp.scale_loss``
+        at O2 or O5 it reduces the float32 gradients of the masters, which the optimizer steps.
         """
         grads = self.grads
         if self.module is not None:

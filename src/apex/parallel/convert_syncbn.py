@@ -22,9 +22,9 @@ def convert_syncbn_model(
 ) -> torch.nn.Module:
     """Replace every batch norm of a model by :class:`SyncBatchNorm`, in place.
 
-    The new layers have the same Parameters, buffers, training mode, hooks and other attributes, so
-    optimizers made before still step them. A layer that is used at two places stays one layer.
-    Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are replaced too.
+    The new layers keep the parameters, buffers, training mode, hooks and other attributes, so an
+    optimizer that you made before still steps them. A layer that is used in two places stays one
+    layer. Subclasses of torch's batch norms and ``torch.nn.SyncBatchNorm`` are replaced too.
 
     Args:
         module: The model, or a layer.
@@ -32,7 +32,7 @@ def convert_syncbn_model(
         channel_last: As in :class:`SyncBatchNorm`, for all layers.
 
     Returns:
-        ``module``; a new one if it is itself a batch norm.
+        ``module``, or a new layer if ``module`` is itself a batch norm.
 
     Raises:
         ValueError: A lazy batch norm does not know its number of channels yet.
@@ -74,18 +74,18 @@ def _converted(
 
 
 def create_syncbn_process_group(group_size: int) -> ProcessGroup | None:
-    """Divide all processes into groups of consecutive ranks, and return the group of this one.
+    """Divide all processes into groups of consecutive ranks, and return this process's group.
 
-    All processes must call it, with the same size.
+    All processes must call it with the same size.
 
     Args:
-        group_size: Processes of a group; 0 for all.
+        group_size: Number of processes in a group; 0 for all.
 
     Returns:
-        For the ``process_group`` of :class:`SyncBatchNorm`: a group, or None for all processes.
+        The group to pass to :class:`SyncBatchNorm`, or None for all processes.
 
     Raises:
-        ValueError: The number of processes is no multiple of ``group_size``.
+        ValueError: The number of processes is not a multiple of ``group_size``.
         RuntimeError: ``torch.distributed`` is not initialized.
 
     Example:

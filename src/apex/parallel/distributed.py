@@ -63,42 +63,44 @@ __all__ = [
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """Average the gradients of ``module`` over all ranks while they are computed.
+    """Average the gradients of ``module`` over all ranks during the backward pass.
 
-    Wrap before or after ``amp.initialize``, at every level, or with no amp. Each process computes
-    on its own device and its own part of the batch. Call this object, not ``module``, in training.
+    Each process computes its own part of the batch on its own device. Wrap the model before or
+    after ``amp.initialize``, at any level, or without amp. In training call this object instead of
+    ``module``.
 
-    Unused parameters, several forwards and backwards for a step, and parameters that are frozen,
-    unfrozen or cast between steps need no option; ranks have to do the same to their parameters. Of
-    two wrappers around one module, the one that ran the last training forward reduces.
+    You need no option for unused parameters, for several forwards and backwards in a step, or for
+    parameters that you freeze, unfreeze or cast between steps. All ranks must treat their
+    parameters alike. If two wrappers share a module, the one that ran the last training forward
+    reduces.
 
     Keys of the state dict have the prefix ``module.``. ``copy.deepcopy`` works, and so does
-    pickling for the default process group.
+    pickling with the default process group.
 
     Args:
         module: The module to train, on its device.
-        message_size: How many elements a bucket has at least.
+        message_size: Smallest number of elements of a bucket.
         delay_allreduce: Reduce everything at the end of the backward pass.
         shared_param: Has no effect: parameters that are used twice need no option.
-        allreduce_trigger_params: Parameters of ``module`` that end a bucket each; then
-            ``message_size`` has no effect.
+        allreduce_trigger_params: Parameters of ``module``, each of which ends a bucket.
+            ``message_size`` then has no effect.
         retain_allreduce_buffers: Keep the reduced buckets in ``allreduce_buffers`` until the next
-            pass; gradients are views of them.
+            pass. Gradients are views of them.
         allreduce_always_fp32: Reduce 16-bit gradients in float32.
         num_allreduce_streams: Has no effect: ``torch.distributed`` has its own streams.
-        allreduce_communicators: ``(groups, streams)``; the first group is used.
-        gradient_average: Divide by the number of ranks; ``False`` leaves sums, divided by
-            ``gradient_predivide_factor``.
-        gradient_predivide_factor: Divide by this before the reduction, and for an average multiply
-            by it afterwards: against overflow of float16 sums.
-        gradient_average_split_factor: The older name of ``gradient_predivide_factor``.
+        allreduce_communicators: ``(groups, streams)``. Only the first group is used.
+        gradient_average: Divide by the number of ranks. With ``False`` gradients are sums divided
+            by ``gradient_predivide_factor``.
+        gradient_predivide_factor: Divide by this factor before the reduction, and for an average
+            multiply by it afterwards. It prevents overflow of float16 sums.
+        gradient_average_split_factor: Older name of ``gradient_predivide_factor``.
         prof: Has no effect: ``torch.profiler`` records collectives.
-        process_group: The ranks to reduce over; ``None`` is the default group.
+        process_group: The ranks to reduce over; ``None`` means the default group.
         broadcast_buffers: Keep buffers equal to rank 0's.
 
     Raises:
-        RuntimeError: No process group was made, or ranks differ in names, shapes or options.
-        ValueError: Arguments that exclude each other, or parameters that cannot be reduced.
+        RuntimeError: There is no process group, or names, shapes or options differ between ranks.
+        ValueError: Arguments exclude each other, or parameters cannot be reduced.
         TypeError: ``module`` is not a module, ``message_size`` is not a number, or an argument is
             unknown.
 
@@ -189,10 +191,10 @@ class DistributedDataParallel(torch.nn.Module):
         return Reduction(self.module, self.process_group, group, self._options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; ``inputs`` and ``kwargs`` are its own.
+        """Run the module with ``inputs`` and ``kwargs``.
 
         Raises:
-            RuntimeError: An earlier backward pass has failed on this rank.
+            RuntimeError: An earlier backward pass failed on this rank.
         """
         watches = torch.is_grad_enabled()
         if watches:
@@ -231,7 +233,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether gradients are reduced; see :meth:`no_sync`."""
+        """Whether gradients are reduced; see :meth:`no_sync`. You can set it."""
         return self._reduction.enabled
 
     @require_backward_grad_sync.setter
@@ -240,10 +242,10 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing: forwards and backwards in this block leave gradients here.
+        """Accumulate gradients on this rank, without reducing them, inside the block.
 
-        The first backward pass outside of the block, or of a forward outside of it, reduces the
-        whole sum.
+        Run forward and backward passes inside. The first pass after the block reduces the whole
+        sum.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -253,11 +255,11 @@ class DistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def disable_allreduce(self) -> None:
-        """Stop reducing, see :meth:`no_sync`."""
+        """Stop reducing gradients; see :meth:`no_sync`."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce again, what has accumulated before too."""
+        """Reduce gradients again, including those accumulated since :meth:`disable_allreduce`."""
         self.require_backward_grad_sync = True
 
     # -- ranks start equal ---------------------------------------------------------------------
@@ -312,27 +314,27 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def allreduce_buffers(self) -> list[torch.Tensor]:
-        """With ``retain_allreduce_buffers``: the flat reduced buckets of the last pass."""
+        """The flat reduced buckets of the last pass, with ``retain_allreduce_buffers``."""
         return self._reduction.retained
 
     def create_hooks(self) -> None:
-        """Put hooks on parameters that are trained now; a forward does so too."""
+        """Put hooks on the parameters that require gradients now. Each forward does this too."""
         self._reduction.refresh()
 
     def comm_ready_buckets(self, param: torch.nn.Parameter) -> None:
-        """Note that the gradient of ``param``, of the module, is complete; called by its hook."""
+        """Note that the gradient of the module's parameter ``param`` is complete."""
         self._reduction.ready(*indices(self.module, [param], "param"))
 
     def sync_bucket_structure(self) -> None:
-        """Make buckets in the reverse order of parameters; all ranks have to call it."""
+        """Make buckets in the reverse order of the parameters. All ranks must call it."""
         self._reduction.learn([])
 
     def allreduce_bucket(
         self, bucket: Sequence[torch.Tensor], bucket_idx: int, force_default_stream: bool
     ) -> torch.Tensor:
-        """Reduce ``bucket``, gradients of one dtype, and return the flat result.
+        """Reduce the gradients in ``bucket``, which have one dtype, and return the flat result.
 
-        ``bucket`` is left as it is; the other arguments are not used.
+        ``bucket`` does not change. The other arguments have no effect.
         """
         dtype = self._options.dtype_of(bucket[0].dtype)
         summed = flatten([tensor.detach().to(dtype, copy=True) for tensor in bucket])
@@ -347,7 +349,10 @@ class DistributedDataParallel(torch.nn.Module):
         private.foreach_copy_([t.detach() for t in bucket], unflatten(reduced, bucket))
 
     def allreduce_fallback(self) -> None:
-        """Reduce all gradients now, in one bucket for each dtype; ranks need the same gradients."""
+        """Reduce all gradients now, in one bucket for each dtype.
+
+        All ranks must have gradients for the same parameters.
+        """
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         for number, bucket in enumerate(split_half_float_double(grads)):
             self.allreduce_maybe_retain(bucket, number)

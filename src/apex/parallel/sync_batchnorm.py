@@ -32,27 +32,27 @@ Tensor = torch.Tensor
 class SyncBatchNorm(private.BatchNorm):
     """Batch norm over the batches of all processes of a group.
 
-    In training mode, with ``torch.distributed`` initialized and at least two processes in the
-    group, statistics are those of all their elements. All processes of the group must then call the
-    layer equally often and in the same order, each with any number of elements, 0 included; so too
-    under ``torch.no_grad``. Everywhere else this is torch's batch norm of the process's own batch;
-    ``eval()`` never communicates.
+    In training mode, with ``torch.distributed`` initialized and a group of at least two processes,
+    the statistics include the elements of all processes. All of them must call the layer equally
+    often and in the same order, under ``torch.no_grad`` too. Each may pass any number of elements,
+    even 0. Otherwise the layer computes torch's batch norm of the process's own batch. After
+    ``eval()`` it never communicates.
 
     Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. As in torch, weights
-    and buffers have the input's dtype, or are float32 with a 16-bit input; statistics are float32
-    for 16 bits; and each process has the weight gradients of its own elements, which
+    and buffers have the input's dtype, or float32 with a 16-bit input. Statistics of 16-bit inputs
+    are float32. Each process has the weight gradients of its own elements, which
     DistributedDataParallel averages.
 
     Args:
         num_features: Number of channels.
         eps: Added to the variance.
         momentum: Weight of the new statistics in the running ones; None for the mean of all.
-        affine: Whether there are a weight and a bias.
-        track_running_stats: Whether there are running statistics. Without, ``eval()`` takes those
-            of the process's own batch.
-        process_group: Of the processes; None for all.
-        channel_last: Channels are the last dimension instead of the second. The memory format
-            ``torch.channels_last`` is another thing and needs no flag.
+        affine: Whether to have a weight and a bias.
+        track_running_stats: Whether to have running statistics. Without them ``eval()`` uses the
+            statistics of the process's own batch.
+        process_group: The group of processes; None for all.
+        channel_last: Whether the last dimension holds the channels, instead of the second one. You
+            do not need it for the memory format ``torch.channels_last``.
         fuse_relu: Apply ReLU to the result.
 
     Example:
@@ -100,7 +100,7 @@ class SyncBatchNorm(private.BatchNorm):
         self.channel_last = channel_last
 
     def extra_repr(self) -> str:
-        """The arguments that are not the default."""
+        """Show the arguments that differ from the defaults in ``print(model)``."""
         more = {"channel_last": self.channel_last, "fuse_relu": self.fuse_relu}
         flags = [f"{name}=True" for name, value in more.items() if value]
         described: str = super().extra_repr()  # type: ignore[no-untyped-call]
@@ -113,19 +113,19 @@ class SyncBatchNorm(private.BatchNorm):
         return new
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize; then add ``z``, if there is one, and apply ReLU, if ``fuse_relu``.
+        """Normalize the input, add ``z`` if you pass one, and apply ReLU with ``fuse_relu``.
 
         Args:
-            input: ``(N, C, *)``; ``(N, *, C)`` with ``channel_last``. Floating.
-            z: Of the shape of the input.
+            input: Floating tensor ``(N, C, *)``, or ``(N, *, C)`` with ``channel_last``.
+            z: Tensor of the input's shape.
 
         Returns:
-            Of the shape and dtype of the input.
+            Tensor of the input's shape and dtype.
 
         Raises:
-            ArgumentError: Shapes or dtypes do not fit together; a ``RuntimeError``, as in torch,
-                and a ``ValueError``.
-            ValueError: There is one element for each channel in all processes together, or the
+            ArgumentError: Shapes or dtypes do not match. It is a ``RuntimeError``, as in torch, and
+                a ``ValueError``.
+            ValueError: All processes together have only one element for each channel, or the
                 process is not in the group.
         """
         self._check_input_dim(input)

@@ -57,12 +57,12 @@ _LOSS = "ForCausalLMLoss"
 
 @dataclass
 class Patched:
-    """What :func:`patch` replaced in a model and what it left; printed, it is a report.
+    """A report, which you can print, on what :func:`patch` replaced in a model and what it left.
 
     Attributes:
-        replaced: Names of modules, and of models followed by ``.loss_function``, each with what
-            computes it now.
-        left: Names of norms, gated MLPs and losses that are as they were, each with the reason.
+        replaced: Dict from a module's name, or a model's name and ``.loss_function``, to the
+            operation of apex that computes it now.
+        left: Dict from the name of an unchanged norm, gated MLP or loss to the reason.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class Patched:
     _losses: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Give modules their classes back, and models their losses; a second call does nothing.
+        """Restore the classes of modules and the losses of models. A second call does nothing.
 
-        What a program has changed since then stays: a module of another class, another loss.
+        If you set another class or loss after :func:`patch`, ``undo`` leaves it.
         """
         for module, kind in self._classes:
             if type(module).__module__ == layers.__name__:
@@ -97,22 +97,22 @@ class Patched:
 def patch(model: nn.Module) -> Patched:
     """Let the operations of apex compute norms, gated MLPs and the loss of a transformers model.
 
-    For models of the Llama, Qwen, Mistral, Gemma and T5 kinds, and of others whose norms and MLPs
-    give the same numbers (Phi3, Olmo2, Granite, Glm4). Weights, their names, hooks and
-    optimizers stay as they are; call it before or after :func:`apex.amp.initialize`. On a GPU the
-    operations run as Triton kernels, elsewhere as PyTorch functions.
+    It supports Llama, Qwen, Mistral, Gemma and T5 models, and others whose norms and MLPs compute
+    the same numbers (Phi3, Olmo2, Granite, Glm4). Weights, their names, hooks and optimizers stay
+    unchanged. Call it before or after :func:`apex.amp.initialize`. On a GPU the operations run as
+    Triton kernels, elsewhere as PyTorch functions.
 
     Args:
         model: A model of transformers 4.57 or newer, or a module that contains one.
 
     Returns:
-        What was replaced and what was left; its ``undo()`` restores the model.
+        A report on what was replaced and what was left. Its ``undo()`` restores the model.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
 
     Warns:
-        UserWarning: Nothing was replaced: it says what was looked for.
+        UserWarning: Nothing was replaced. The text lists what ``patch`` looks for.
 
     Example:
         >>> report = patch(LlamaForCausalLM(config))  # doctest: +SKIP

@@ -26,7 +26,8 @@ def apply_weight_norm(
 ) -> _Module:
     """Apply :class:`WeightNorm` to one parameter or to all; see :func:`apply_reparameterization`.
 
-    A parameter without a dimension ``dim`` is an IndexError.
+    Raises:
+        IndexError: A parameter has no dimension ``dim``.
 
     Example:
         >>> model = apply_weight_norm(torch.nn.Sequential(torch.nn.Linear(4, 2)))
@@ -52,22 +53,22 @@ def apply_reparameterization(
 ) -> _Module:
     """Replace one parameter, or all parameters, by others from which they are computed.
 
-    Parameters with fewer than two dimensions and those of embeddings are skipped. The new ones
-    require gradients where the old one did; an optimizer must be made after this.
+    Parameters with fewer than two dimensions and those of embeddings are skipped. The new
+    parameters require gradients if the old one did. Make the optimizer after this call.
 
     Args:
-        module: A model or a layer; it is changed in place and returned.
+        module: A model or a layer. It is changed in place and returned.
         reparameterization: A subclass of :class:`Reparameterization`.
-        name: Of the parameter, with dots where it belongs to a child; empty for all in ``module``
-            and its children.
-        dim: Passed to the reparameterization.
-        hook_child: No effect: there are no hooks.
+        name: Name of the parameter, with dots if it belongs to a child; empty for all parameters of
+            ``module`` and its children.
+        dim: Argument of the reparameterization.
+        hook_child: Has no effect: there are no hooks.
 
     Raises:
         AttributeError: There is no such parameter.
-        TypeError: ``reparameterization`` is no subclass of :class:`Reparameterization`.
-        ValueError: A parameter is reparameterized already, which in the original nested; or it is
-            shared by several modules, or lazy, or a new name is in use. Nothing is changed.
+        TypeError: ``reparameterization`` is not a subclass of :class:`Reparameterization`.
+        ValueError: A parameter is reparameterized already (the original nested), shared by several
+            modules or lazy; or a new name is in use. Nothing changes.
     """
     names = [name] if name else [each for each, _ in module.named_parameters()]
     install(module, names, dim, reparameterization)
@@ -80,18 +81,18 @@ def remove_reparameterization(
     name: str = "",
     remove_all: bool = False,
 ) -> _Module:
-    """Turn computed parameters back into parameters, with the values that they have now.
+    """Turn computed parameters back into ordinary parameters with their present values.
 
     Args:
-        module: A model or a layer; it is changed in place and returned.
-        reparameterization: Only those of this class and its subclasses.
+        module: A model or a layer. It is changed in place and returned.
+        reparameterization: Remove only reparameterizations of this class and its subclasses.
         name: As in :func:`apply_reparameterization`.
-        remove_all: All of them, whatever ``name`` is.
+        remove_all: Remove all of them, whatever ``name`` is.
 
     Raises:
         AttributeError: There is no such parameter.
         ValueError: The named parameter has no reparameterization of this class.
-        RuntimeError: The class of a module was changed meanwhile, as ``fully_shard`` does.
+        RuntimeError: The class of a module has changed since, as ``fully_shard`` does.
     """
     if name and not remove_all:
         owner, leaf = Reparameterization.get_module_and_name(module, name)

@@ -29,11 +29,11 @@ from apex._compat import private
 
 
 class Reparameterization:
-    """Base class: how to compute a parameter from others.
+    """Base class of the ways to compute a parameter from others.
 
-    A subclass defines :meth:`compute_weight` and :meth:`reparameterize`. An object is installed by
-    ``apply_reparameterization``, for the parameter ``name`` of ``module``. ``retain_forward``,
-    ``evaluated`` and ``backward_hook_key`` have no effect: there are no hooks.
+    A subclass defines :meth:`compute_weight` and :meth:`reparameterize`.
+    ``apply_reparameterization`` makes an object for the parameter ``name`` of ``module``.
+    ``retain_forward``, ``evaluated`` and ``backward_hook_key`` have no effect: there are no hooks.
 
     Attributes:
         reparameterization_names: Names of the new parameters.
@@ -63,7 +63,7 @@ class Reparameterization:
         self.backward_hook_key: Any = None
 
     def compute_weight(self, module: torch.nn.Module | None = None, name: str | None = None) -> Any:
-        """Compute the parameter ``name`` of ``module``; by default those of ``__init__``."""
+        """Compute the parameter ``name`` of ``module``. The defaults are those of ``__init__``."""
         raise NotImplementedError(f"{type(self).__name__} does not define compute_weight.")
 
     def reparameterize(
@@ -82,14 +82,16 @@ class Reparameterization:
     ) -> Reparameterization | None:
         """Install a reparameterization of the parameter ``name``.
 
-        Arguments and errors are those of :func:`apex.reparameterization.apply_reparameterization`.
-        Return the new object, or None where the parameter is skipped.
+        See :func:`apex.reparameterization.apply_reparameterization` for the arguments and errors.
+
+        Returns:
+            The new object, or None if the parameter is skipped.
         """
         return next(iter(install(module, [name], dim, reparameterization)), None)
 
     @staticmethod
     def get_module_and_name(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-        """Return the module below ``module`` that has a parameter, and the name without dots."""
+        """Return the child of ``module`` that owns a parameter, and the name without dots."""
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         if leaf not in computed(owner) and not hasattr(owner, leaf):
@@ -104,10 +106,10 @@ class Reparameterization:
         return [getattr(module, name) for name in self.reparameterization_names]
 
     def remove(self, module: torch.nn.Module) -> None:
-        """Put the weight back as a parameter of ``module``, with the value that it has now.
+        """Make the weight an ordinary parameter of ``module`` again, with its present value.
 
-        It comes last among the module's parameters, and requires a gradient if one of those that it
-        was computed from does.
+        It is the last of the module's parameters. It requires a gradient if one of the parameters
+        from which it was computed does.
         """
         table = computed(module)
         if table.get(self.name) is not self:
@@ -127,7 +129,7 @@ class Reparameterization:
         """Do nothing: in the original the hook that computed the weight before a forward."""
 
     def backward_hook(self, module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
-        """Do nothing: in the original the hook that dropped the weight after a backward."""
+        """Do nothing. In the original this hook dropped the weight after a backward pass."""
 
 
 def install(

@@ -11,13 +11,17 @@ from apex.reparameterization.reparameterization import Reparameterization
 
 
 class WeightNorm(Reparameterization):
-    """``weight = g * v / ||v||``, with one norm for each index of ``dim``.
+    """Weight norm: ``weight = g * v / ||v||``, with one norm for each index of ``dim``.
 
-    The new parameters are ``<name>_g``, a length for each index in the shape of the weight with
-    ones elsewhere, or 0-dim where ``dim`` is None; and ``<name>_v``, which begins as the weight.
-    Norm and weight are computed in float32 for 16-bit parameters, and the weight has the dtype of
-    ``v``. For 16-bit weights ``g`` begins as float32. ``dim`` may be any dimension, a negative one,
-    or None. Where the norm is 0, the weight is nan.
+    There are two new parameters:
+
+    * ``<name>_g``: the length for each index of ``dim``, in the weight's shape with ones in the
+      other dimensions. It is 0-dim if ``dim`` is None. For 16-bit weights it is float32.
+    * ``<name>_v``: a tensor of the weight's shape, which starts as the weight.
+
+    For 16-bit parameters norm and weight are computed in float32. The weight has the dtype of
+    ``v``. ``dim`` may be any dimension, a negative one, or None. Where a norm is 0, the weight is
+    NaN.
 
     Source: Salimans and Kingma, arXiv:1602.07868.
 

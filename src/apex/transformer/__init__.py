@@ -1,8 +1,12 @@
-"""Parts of transformers, under the names that Megatron-style programs import.
+"""Parts of transformers, with the names that Megatron-style programs import.
 
-NVIDIA's Apex removed the package in January 2026. ``parallel_state`` says which ranks share a
-model, ``tensor_parallel`` has layers that are spread over ranks, ``pipeline_parallel`` schedules
-for models whose layers are on different ranks. What is left out on purpose: ``_refused.REFUSED``.
+NVIDIA's Apex removed the package in January 2026.
+
+* ``parallel_state``: which ranks share a model.
+* ``tensor_parallel``: layers that are split over ranks.
+* ``pipeline_parallel``: schedules for models whose layers are on different ranks.
+
+Names that apex leaves out on purpose raise ``NotImplementedError``, which says what to use instead.
 """
 
 from apex._upstream.missing import explain_attributes

@@ -29,7 +29,7 @@ REFUSED = {
 
 
 def refuse(name: str) -> NoReturn:
-    """Raise the error for a name of the table."""
+    """Raise ``NotImplementedError`` for a name of the table ``REFUSED``."""
     from apex import __version__
 
     text = f"apex.transformer.{name} is not in apex {__version__}; use {REFUSED[name]} instead."

@@ -4,28 +4,28 @@ import enum
 
 
 class LayerType(enum.Enum):
-    """Side of the model that a layer belongs to."""
+    """Side of the model to which a layer belongs: encoder or decoder."""
 
     encoder = 1
     decoder = 2
 
 
 class AttnType(enum.Enum):
-    """Where keys and values come from: the queries' own sequence, or another."""
+    """Source of keys and values: the sequence of the queries, or another one."""
 
     self_attn = 1
     cross_attn = 2
 
 
 class AttnMaskType(enum.Enum):
-    """``padding``: a mask is passed; ``causal``: no position sees a later one."""
+    """Kind of attention mask: ``padding`` (you pass a mask) or ``causal`` (hides later keys)."""
 
     padding = 1
     causal = 2
 
 
 class ModelType(enum.Enum):
-    """Whether a model is an encoder or a decoder, or has both."""
+    """Kind of model: an encoder or a decoder, or one with both."""
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2

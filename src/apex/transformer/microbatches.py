@@ -1,4 +1,4 @@
-"""How many micro-batches make a global batch: the same always, or more and more while it grows."""
+"""Number of micro-batches in a global batch, which is constant or grows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ _LOGGER = get_transformer_logger(__name__)
 
 
 class NumMicroBatchesCalculator(ABC):
-    """What a calculator offers; arguments and errors of all of them.
+    """Base class of the calculators, with their common arguments and errors.
 
     Args:
-        micro_batch_size: Samples of one rank in one forward.
-        data_parallel_size: Ranks with different samples.
-        global_batch_size: Samples of all ranks in one step.
-        decrease_batch_size_if_needed: Whether a global batch that is no whole number of
-            micro-batches is made smaller, until it is.
+        micro_batch_size: Number of samples of one rank in one forward.
+        data_parallel_size: Number of ranks with different samples.
+        global_batch_size: Number of samples of all ranks in one step.
+        decrease_batch_size_if_needed: Reduce a global batch size that is not a whole number of
+            micro-batches until it is.
 
     Raises:
-        ArgumentError: A number is not positive, or the global batch is no whole number of
-            micro-batches on each rank; it is a RuntimeError, TypeError and ValueError.
+        ArgumentError: A number is not positive, or the global batch is not a whole number of
+            micro-batches on each rank. It is a RuntimeError, TypeError and ValueError.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class NumMicroBatchesCalculator(ABC):
         return self.num_micro_batches
 
     def get_current_global_batch_size(self) -> int:
-        """Return the samples of all ranks in one step."""
+        """Return the number of samples of all ranks in one step."""
         return self.current_global_batch_size
 
     @abstractmethod
     def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Set both for the next step."""
+        """Set the number of micro-batches and the global batch size for the next step."""
 
     def _set(self, global_batch_size: int, check: bool) -> None:
         count, rest = divmod(global_batch_size, self.micro_batch_times_data_parallel_size)
@@ -69,7 +69,9 @@ class NumMicroBatchesCalculator(ABC):
 
 
 class ConstantNumMicroBatches(NumMicroBatchesCalculator):
-    """``global_batch_size / (micro_batch_size * data_parallel_size)`` micro-batches always.
+    """A constant number of micro-batches.
+
+    The number is ``global_batch_size / (micro_batch_size * data_parallel_size)``.
 
     Example:
         >>> ConstantNumMicroBatches(512, 4, 16).get()
@@ -88,7 +90,7 @@ class ConstantNumMicroBatches(NumMicroBatchesCalculator):
         self._set(global_batch_size, check=True)
 
     def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Change nothing."""
+        """Do nothing: the number of micro-batches is constant."""
 
 
 class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
@@ -96,11 +98,11 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
 
     Args:
         start_batch_size: The first global batch size.
-        batch_size_increment: What a step adds.
-        ramup_samples: Samples until the last step; Megatron spells it so.
+        batch_size_increment: Increase of the global batch size in each step.
+        ramup_samples: Number of samples until the last step. The name is spelled as in Megatron.
 
     Raises:
-        ArgumentError: ``global_batch_size`` is not reached in whole steps.
+        ArgumentError: Steps of this size do not reach ``global_batch_size`` exactly.
 
     Example:
         >>> calculator = RampupBatchsizeNumMicroBatches(8, 8, 1000, 32, 2, 4)
@@ -143,9 +145,9 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         """Set the sizes for the next step.
 
         Args:
-            consumed_samples: Samples that all steps so far have used.
-            consistency_check: Whether to raise if the global batch is no whole number of
-                micro-batches; else the count is rounded down.
+            consumed_samples: Number of samples that all steps have used so far.
+            consistency_check: Raise an error if the global batch is not a whole number of
+                micro-batches. Otherwise the number is rounded down.
         """
         size = self.global_batch_size
         if consumed_samples <= self.ramup_samples and self.rampup_samples_per_increment:
@@ -162,10 +164,10 @@ def build_num_microbatches_calculator(
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
 ) -> ConstantNumMicroBatches | RampupBatchsizeNumMicroBatches:
-    """Make a calculator; rank 0 logs which one, at level INFO.
+    """Make a calculator. Rank 0 logs its kind at level INFO.
 
-    ``rampup_batch_size`` is ``(start_batch_size, batch_size_increment, ramup_samples)`` if the
-    global batch grows. The sizes are those of the classes.
+    If the global batch grows, pass ``(start_batch_size, batch_size_increment, ramup_samples)`` as
+    ``rampup_batch_size``. The classes describe the other arguments.
     """
     sizes = (global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
     if rampup_batch_size is None:

@@ -1,12 +1,17 @@
-"""Which ranks share a model: groups for tensor, pipeline and data parallelism, by Apex's names.
+"""Which ranks share a model: groups for tensor, pipeline and data parallelism, with Apex's names.
 
-The ranks are a ``DeviceMesh`` of three dimensions, ``("pp", "dp", "tp")``: neighbours are in one
-tensor-parallel group, and a stage is a block of ranks. With 8 ranks and sizes of 2, tensor-parallel
-groups are [0, 1], [2, 3] ..., data-parallel ones [0, 2], [1, 3], [4, 6], [5, 7], and pipelines
-[0, 4], [1, 5] ... All ranks make and destroy the groups together, as often as needed.
+The ranks are a ``DeviceMesh`` of three dimensions, ``("pp", "dp", "tp")``. Adjacent ranks are in
+one tensor-parallel group, and each stage is a block of ranks. The groups of 8 ranks with
+tensor-parallel and pipeline-parallel sizes of 2:
 
-Setters are for sizes and ranks without processes, or of another rank. They count instead of the
-mesh's until ``destroy_model_parallel``.
+* tensor-parallel: [0, 1], [2, 3], [4, 5], [6, 7]
+* data-parallel: [0, 2], [1, 3], [4, 6], [5, 7]
+* pipelines: [0, 4], [1, 5], [2, 6], [3, 7]
+
+All ranks must make and destroy the groups together. They may do so several times.
+
+Setters override the sizes and ranks of the mesh until ``destroy_model_parallel``. Use them without
+processes, or for another rank.
 """
 
 from __future__ import annotations
@@ -30,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class ExperimentalWarning(Warning):
-    """For a backend that PyTorch calls experimental: UCC."""
+    """Issued for UCC, a backend that PyTorch calls experimental."""
 
 
 class NotInitializedError(AssertionError, RuntimeError):
-    """A group, size or rank is asked for that there is not; Apex raises ``AssertionError``."""
+    """Raised for a group, size or rank that does not exist. Apex raises ``AssertionError``."""
 
 
 @dataclass
@@ -62,22 +67,23 @@ def initialize_model_parallel(
     default_backend: str | None = None,
     p2p_backend: str | None = None,
 ) -> None:
-    """Make all groups. Every rank calls it, with the same arguments.
+    """Make all groups. Every rank must call it with the same arguments.
 
     Args:
-        tensor_model_parallel_size_: Ranks that share each layer.
-        pipeline_model_parallel_size_: Stages, one after the other.
-        virtual_pipeline_model_parallel_size_: Parts of the model on each stage, for getters only.
+        tensor_model_parallel_size_: Number of ranks that share each layer.
+        pipeline_model_parallel_size_: Number of stages.
+        virtual_pipeline_model_parallel_size_: Number of parts of the model on each stage. Only
+            getters use it.
         pipeline_model_parallel_split_rank_: First stage of the decoder, in a model with an encoder.
         use_fp8_: Whether to make the groups for ``get_amax_reduction_group``.
-        init_mpi_proc_group: Only ``False``.
-        default_backend: Of all groups; by default that of ``torch.distributed``.
-        p2p_backend: Of the pipelines' groups; by default ``default_backend``.
+        init_mpi_proc_group: Must be ``False``.
+        default_backend: Backend of all groups; by default that of ``torch.distributed``.
+        p2p_backend: Backend of the pipelines' groups; by default ``default_backend``.
 
     Raises:
         NotInitializedError: ``torch.distributed`` is not initialised.
-        ArgumentError: The groups are there already, or an argument does not fit.
-        NotImplementedError: ``init_mpi_proc_group=True``.
+        ArgumentError: The groups exist already, or an argument does not suit the number of ranks.
+        NotImplementedError: You passed ``init_mpi_proc_group=True``.
     """
     if init_mpi_proc_group:
         _refused.refuse("parallel_state.initialize_model_parallel(init_mpi_proc_group=True)")
@@ -165,7 +171,7 @@ def _make_mesh(shape: tuple[int, ...], backend: str | None, p2p_backend: str | N
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the groups and forget what setters set. All ranks call it; twice does no harm."""
+    """Destroy the groups and undo the setters. All ranks must call it; they may call it twice."""
     global _STATE  # noqa: PLW0603  # the one state, as Apex's
     if dist.is_available() and dist.is_initialized():
         for group in dict.fromkeys(_STATE.groups.values()):
@@ -176,17 +182,17 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether the groups are made."""
+    """Return whether the groups exist."""
     return _STATE.mesh is not None
 
 
 def is_unitialized() -> bool:
-    """Whether the groups are not made; Apex spells it so."""
+    """Return whether the groups do not exist. The name is spelled as in Apex."""
     return not model_parallel_is_initialized()
 
 
 def current_device() -> torch.device:
-    """Return where tensors of this program are: the accelerator, unless the groups are a CPU's."""
+    """Return the device of this program's tensors: the accelerator, or the CPU for CPU groups."""
     kind = device_type() if _STATE.mesh is None else _STATE.mesh.device_type
     return (
         torch.device("cpu")
@@ -245,7 +251,11 @@ is_rank_in_decoder_relative_position_embedding_group = _is_in(f"{_RELATIVE[1]}em
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
-    """Whether this rank is in the group; with virtual stages, if this part has an embedding."""
+    """Return whether this rank is in the embedding group.
+
+    With virtual stages it returns whether the present part has an embedding, unless
+    ``ignore_virtual`` is set.
+    """
     if "embedding" not in _STATE.groups or ignore_virtual:
         return "embedding" in _STATE.groups
     ranks = _ranks("embedding")
@@ -328,14 +338,14 @@ def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
-    """Whether this stage is the first, and, with virtual stages, this part."""
+    """Return whether this stage is the first one, and with virtual stages also this part."""
     if not ignore_virtual and get_virtual_pipeline_model_parallel_rank():
         return False
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
-    """Whether this stage is the last, and, with virtual stages, this part."""
+    """Return whether this stage is the last one, and with virtual stages also this part."""
     parts = get_virtual_pipeline_model_parallel_world_size()
     if not ignore_virtual and parts and get_virtual_pipeline_model_parallel_rank() != parts - 1:
         return False
@@ -351,17 +361,17 @@ def _from_split(rank: int | None, otherwise: int) -> int:
 
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
-    """Whether a stage, by default this one, has encoder layers; True without a split."""
+    """Return whether a stage, by default this one, has encoder layers. True without a split."""
     return _from_split(rank, -1) < 0
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
-    """Whether a stage, by default this one, has decoder layers; True without a split."""
+    """Return whether a stage, by default this one, has decoder layers. True without a split."""
     return _from_split(rank, 0) >= 0
 
 
 def is_pipeline_stage_at_split() -> bool:
-    """Whether this stage has encoder layers and the next one decoder layers."""
+    """Return whether this stage has encoder layers, and the next one decoder layers."""
     return _from_split(None, -1) == -1
 
 
@@ -386,17 +396,17 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Return the global rank of the next stage; on the last, of the first."""
+    """Return the global rank of the next stage, or of the first stage on the last one."""
     return _ranks(_PP)[(get_pipeline_model_parallel_rank() + 1) % len(_ranks(_PP))]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Return the global rank of the stage before; on the first, of the last."""
+    """Return the global rank of the previous stage, or of the last stage on the first one."""
     return _ranks(_PP)[get_pipeline_model_parallel_rank() - 1]
 
 
 def get_rank_info() -> tuple[int, int, int, int | None]:
-    """Return data, tensor, pipeline and virtual rank; zeros if the groups are not initialised."""
+    """Return the data, tensor, pipeline and virtual rank, or zeros without groups."""
     if not model_parallel_is_initialized():
         return 0, 0, 0, 0
     ranks = get_tensor_model_parallel_rank(), get_pipeline_model_parallel_rank()

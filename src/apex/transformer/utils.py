@@ -1,4 +1,4 @@
-"""Division without rest, and tensors in as many equal parts as there are ranks."""
+"""Division without remainder, and splitting tensors into equal parts for ranks."""
 
 from typing import Any
 
@@ -16,30 +16,30 @@ __all__ = [
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raise ``AssertionError`` unless a number is a multiple of another."""
+    """Raise ``AssertionError`` unless ``numerator`` is a multiple of ``denominator``."""
     if denominator == 0 or numerator % denominator:
         raise AssertionError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return ``numerator / denominator``, a whole number; ``AssertionError`` if it is none."""
+    """Return ``numerator / denominator``. Raise ``AssertionError`` if it is not an integer."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, *, group: Any = None) -> torch.Tensor:
-    """Return this rank's part of a flattened tensor: a view, if the tensor is contiguous.
+    """Return this rank's part of a flattened tensor, as a view if the tensor is contiguous.
 
     Args:
-        tensor: Of any shape.
-        group: The ranks to split it over; by default all. One process without
-            ``torch.distributed``.
+        tensor: Tensor of any shape.
+        group: The ranks to split it over; by default all. Without ``torch.distributed`` only this
+            process.
 
     Returns:
-        1-dimensional, ``tensor.numel() / world_size`` elements.
+        1-dimensional tensor of ``tensor.numel() / world_size`` elements.
 
     Raises:
-        AssertionError: The elements are not divisible by the ranks.
+        AssertionError: The number of ranks does not divide the number of elements.
         ArgumentError: This process is not in the group.
     """
     size, rank = _size_and_rank(group)
@@ -54,8 +54,8 @@ def gather_split_1d_tensor(tensor: torch.Tensor, *, group: Any = None) -> torch.
 
     Args:
         tensor: This rank's part, of the same size on every rank.
-        group: The ranks to gather from; by default all. One process without
-            ``torch.distributed``.
+        group: The ranks to gather from; by default all. Without ``torch.distributed`` only this
+            process.
 
     Returns:
         A new 1-dimensional tensor.
@@ -73,8 +73,8 @@ def device_type(backends: str | None = None) -> str:
     """Return the type of this machine's accelerator, or ``"cpu"``.
 
     Args:
-        backends: Of a process group. Without the one that PyTorch uses for the accelerator (as in
-            programs with Gloo alone) the answer is ``"cpu"``, too.
+        backends: Backends of a process group. If the backend of the accelerator is not among them,
+            as in a program that uses only Gloo, the result is ``"cpu"``.
     """
     found = torch.accelerator.current_accelerator() if _runtime.has_accelerator() else None
     if found is None:

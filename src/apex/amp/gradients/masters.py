@@ -255,7 +255,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
         optimizer: Anything with ``param_groups``.
 
     Raises:
-        TypeError: It has none, such as a model.
+        TypeError: ``optimizer`` has no ``param_groups``, for example because it is a model.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(

@@ -60,28 +60,30 @@ def capture(
 ) -> CapturedStep[_Results]:
     """Make a training step that a GPU replays as one CUDA graph, dynamic loss scale included.
 
+    The weights after any number of calls equal those of as many steps without the graph. On a CPU
+    each call runs ``function`` itself, with the same checks.
+
     Args:
         function: A whole training step: ``zero_grad``, forward, ``scale_loss``, clipping, ``step``.
-            Takes tensors, and containers and numbers; returns tensors, containers of them, or
-            ``None``. Its schedulers, and what it reads on the host, are called outside of it.
-        warmup: Calls that run as they are before one is captured; at least 1.
-        generators: Random generators that it draws from, besides the device's default one.
+            Its arguments are tensors, numbers and containers of them. It returns tensors,
+            containers of them, or ``None``. Call schedulers, and read values on the host, outside
+            of it.
+        warmup: Number of calls that run without a graph before one is captured; at least 1.
+        generators: Random generators that ``function`` uses besides the device's default one.
 
     Returns:
-        What is called instead of ``function``. Weights after some calls are those of as many steps
-        without the graph. Results are copies, without a graph of autograd. Arguments are copied.
+        The function to call instead of ``function``. It copies its arguments, and returns copies of
+        the results, detached from autograd.
 
     Raises:
-        TypeError: ``function`` cannot be called. A call: it returned a number.
-        ValueError: ``warmup`` is not a whole number from 1 on.
-        RuntimeError: A call: the step is of several ranks, is watched by apex.debug, has an
-            optimizer that a graph cannot step; or something changed that a replay does not see.
+        TypeError: ``function`` is not callable. In a call: ``function`` returned a number.
+        ValueError: ``warmup`` is not an integer of at least 1.
+        RuntimeError: In a call: the step runs on several ranks, is watched by apex.debug, or uses
+            an optimizer that a graph cannot step; or something changed that replays cannot notice.
 
     Warns:
-        UserWarning: Once, where a step cannot be captured: what it is, its line, what to do. Steps
-            then go on without a graph.
-
-    On a CPU the calls run as they are, with the same checks.
+        UserWarning: Once, if a step cannot be captured. The text names the cause and the line, and
+            says what to do. Training goes on without a graph.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)

@@ -68,29 +68,29 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Switch on O1's function casts for all that this thread runs, without a model.
+    """Switch on O1's function casts for everything that this thread runs, without a model.
 
-    Functions that were registered since an ``initialize`` at O1 or O4 are cast in its models, too.
-    A second call replaces the casts of the first, its registrations too; handles of earlier calls
-    go on scaling losses. Positional arguments may also be those of 2018, which had no
-    ``loss_scale``: ``init(enabled, enable_caching, verbose, allow_banned)``. A second argument that
-    is ``True`` or ``False`` tells them apart.
+    Functions registered since an ``initialize`` at O1 or O4 are then cast in its models too. A
+    second call replaces the casts and registrations of the first, but handles of earlier calls
+    still scale losses. The positional arguments of 2018, ``init(enabled, enable_caching, verbose,
+    allow_banned)``, work too: ``init`` assumes them if the second argument is ``True`` or
+    ``False``.
 
     Args:
         enabled: ``False`` returns a handle that does nothing, and switches casts off.
         loss_scale: Scale of the handle's scalers: ``"dynamic"`` or a number.
-        enable_caching: Kept for old callers, as ``handle.has_cache``. Each use casts a weight
-            again; a block of ``amp.autocast()`` casts it once.
-        verbose: Log each cast: a line on standard output, or to the ``apex.amp`` logger.
-        allow_banned: Cast ``binary_cross_entropy`` to float32 instead of refusing it.
+        enable_caching: Has no effect except on ``handle.has_cache``. Each use casts a weight
+            again; a block of ``amp.autocast()`` casts it only once.
+        verbose: Log each cast, to the ``apex.amp`` logger or as a line on standard output.
+        allow_banned: Cast ``binary_cross_entropy`` to float32 instead of raising an error.
 
     Returns:
         The handle. Its ``_deactivate()`` switches the casts off again.
 
     Raises:
-        TypeError: An argument is of another type, or was given twice.
+        TypeError: An argument has the wrong type, or was passed twice.
         ValueError: ``loss_scale`` is neither ``"dynamic"`` nor a finite number above 0.
-        RuntimeError: Called inside a ``torch.autocast`` block, whose end would undo it.
+        RuntimeError: You called it inside a ``torch.autocast`` block, whose end would undo it.
 
     Example:
         >>> handle = amp.init()

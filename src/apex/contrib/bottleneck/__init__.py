@@ -1,7 +1,7 @@
 """ResNet's bottleneck block with frozen batch norms.
 
-``SpatialBottleneck`` and the halo exchangers can be imported and raise ``NotImplementedError`` when
-they are used; ``REFUSED`` says why, and what to use.
+You can import ``SpatialBottleneck`` and the halo exchangers, but constructing one raises
+``NotImplementedError``. The error says why, and what to use instead.
 """
 
 from apex._upstream.missing import explain_attributes

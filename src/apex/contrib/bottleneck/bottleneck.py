@@ -147,22 +147,22 @@ bottleneck_function = BottleneckFunction.apply
 
 
 class Bottleneck(nn.Module):
-    """Convolutions 1x1 (with the stride), 3x3 and 1x1, each with a frozen batch norm, and a sum.
+    """ResNet's bottleneck: 1x1, 3x3 and 1x1 convolutions with frozen batch norms, and a shortcut.
 
     Args:
-        in_channels: Of the input.
-        bottleneck_channels: Of the two convolutions inside.
-        out_channels: Of the output; if they differ from ``in_channels``, or with a stride, a 1x1
-            convolution is in the shortcut.
-        stride: Of the first convolution.
+        in_channels: Number of channels of the input.
+        bottleneck_channels: Number of channels between the convolutions.
+        out_channels: Number of channels of the output. If it differs from ``in_channels``, or with
+            a stride, the shortcut has a 1x1 convolution.
+        stride: Stride of the first convolution.
         groups: Must be 1.
         dilation: Must be 1.
         norm_func: Must be None.
-        use_cudnn: Accepted with no effect.
+        use_cudnn: Has no effect.
         explicit_nhwc: Whether input and output are ``(N, H, W, C)``, and weights ``(K, h, w, C)``.
 
     Raises:
-        ArgumentError: An option is not what it must be; a ``RuntimeError``.
+        ArgumentError: An option has an unsupported value. It is a ``RuntimeError``.
     """
 
     # What modules that an older Apex pickled whole may lack.
@@ -205,7 +205,11 @@ class Bottleneck(nn.Module):
         return pairs if aside is None else [*pairs, tuple(aside)]
 
     def get_scale_bias_callable(self) -> Callable[[], None]:
-        """Keep scales and biases from now on; call the result after a change of the buffers."""
+        """Compute the scales and biases of the batch norms once, instead of in each forward.
+
+        Returns:
+            A function to call after you change the batch norms' buffers. It computes them again.
+        """
         norms = [norm for _, norm in self._pairs()]
         own = [(n.weight, n.bias, n.running_mean, n.running_var) for n in norms]
         self.w_scale, self.w_bias = ([torch.empty_like(n.weight) for n in norms] for _ in range(2))
@@ -215,7 +219,7 @@ class Bottleneck(nn.Module):
         return recompute
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the block; ``(N, C, H, W)``, or ``(N, H, W, C)`` with ``explicit_nhwc``."""
+        """Compute the block for ``(N, C, H, W)``, or ``(N, H, W, C)`` with ``explicit_nhwc``."""
         pairs, kept = self._pairs(), iter((self.w_scale, self.w_bias))
         if self.w_scale is None:
             kept = zip(*(norm.get_scale_bias(False) for _, norm in pairs), strict=True)

@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm without waiting for a device."""
+"""Clip gradients by their norm without waiting for the device."""
 
 from apex.contrib.clip_grad.clip_grad import clip_grad_norm_
 

@@ -19,26 +19,29 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients down to a total norm of ``max_norm``, in place.
 
-    Drop-in for ``torch.nn.utils.clip_grad_norm_``. Gradients may have any dtypes and devices; sums
-    run in float32. Every gradient is multiplied by ``min(1, max_norm / (norm + 1e-6))``, in any
-    case, so nothing waits to know the norm.
+    Drop-in for ``torch.nn.utils.clip_grad_norm_``. Gradients may have any dtypes and devices, and
+    sums are computed in float32. Every gradient is multiplied by
+    ``min(1, max_norm / (norm + 1e-6))``, even by 1, so the host does not wait for the norm.
 
-    Gradients of DTensors are brought to the placements of their parameters first, and the norm is
-    that over all ranks, by one all-reduce: call it on each of them, also without gradients.
+    Gradients that are DTensors are first redistributed to the placements of their parameters. A
+    single all-reduce computes the norm over all ranks. Call the function on each rank, even on one
+    without gradients.
 
     Args:
-        parameters: Tensors whose ``grad`` is clipped; those without one are passed over.
+        parameters: Tensors whose ``grad`` is clipped. Tensors without gradients are skipped.
         max_norm: Largest total norm allowed.
         norm_type: Which p-norm; ``float("inf")`` for the largest element.
-        error_if_nonfinite: Raise when the norm is inf or nan, before anything changes. This waits.
+        error_if_nonfinite: Raise an error if the norm is inf or NaN, before any gradient changes.
+            The host then waits for the norm.
 
     Returns:
-        The total norm before clipping, 0-dim, on the first gradient's device; no DTensor.
+        The total norm before clipping, a 0-dim tensor (never a DTensor) on the first gradient's
+        device.
 
     Raises:
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or only one of a
-            parameter and its gradient is a DTensor.
-        ValueError: ``norm_type`` is not above 0, and a gradient is sharded.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or a parameter is a
+            DTensor and its gradient is not, or the reverse.
+        ValueError: ``norm_type`` is 0 or less, and a gradient is sharded.
         TypeError: A gradient is a nested tensor.
 
     Example:

@@ -1,8 +1,13 @@
 """Convolution, bias and ReLU as one function.
 
-``x`` is ``(N, C, H, W)`` in any memory format and floating dtype, ``weight`` ``(K, C, h, w)``,
-``bias`` and ``scale`` have K elements (else ``ArgumentError``), ``padding`` and ``stride`` are one
-number each. Under autocast the convolution is cast as everywhere, and what follows it with it.
+The arguments of these functions:
+
+* ``x``: ``(N, C, H, W)``, in any memory format and floating dtype.
+* ``weight``: ``(K, C, h, w)``.
+* ``bias`` and ``scale``: tensors of K elements. Another size raises ``ArgumentError``.
+* ``padding`` and ``stride``: one number each.
+
+Under autocast the convolution, and the operations after it, compute in autocast's dtype.
 """
 
 from apex.contrib.conv_bias_relu.conv_bias_relu import (

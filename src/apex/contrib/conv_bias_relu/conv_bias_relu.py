@@ -9,19 +9,19 @@ Tensor = torch.Tensor
 
 
 def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
-    """``conv2d(x, weight) + bias``."""
+    """Compute ``conv2d(x, weight) + bias``."""
     return F.conv2d(x, weight, _channels("bias", bias, weight).flatten(), stride, padding)
 
 
 def ConvBiasReLU(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
-    """``relu(conv2d(x, weight) + bias)``."""
+    """Compute ``relu(conv2d(x, weight) + bias)``."""
     return ConvBias(x, weight, bias, padding, stride).relu()
 
 
 def ConvBiasMaskReLU(
     x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, padding: int, stride: int
 ) -> Tensor:
-    """``relu((conv2d(x, weight) + bias) * mask)``; the mask gets no gradient."""
+    """Compute ``relu((conv2d(x, weight) + bias) * mask)``, without a gradient of the mask."""
     y = ConvBias(x, weight, bias, padding, stride)
     return (y * mask.detach().to(y.dtype)).relu()
 
@@ -29,7 +29,7 @@ def ConvBiasMaskReLU(
 def ConvFrozenScaleBiasReLU(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, padding: int, stride: int
 ) -> Tensor:
-    """``relu(conv2d(x, weight) * scale + bias)``; scale and bias get no gradients."""
+    """Compute ``relu(conv2d(x, weight) * scale + bias)``, without gradients of scale and bias."""
     scale, bias = _channels("scale", scale, weight), _channels("bias", bias, weight)
     y = F.conv2d(x, weight, None, stride, padding)
     return (y * scale.detach().to(y.dtype) + bias.detach().to(y.dtype)).relu()

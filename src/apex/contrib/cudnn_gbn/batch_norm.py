@@ -21,23 +21,24 @@ REFUSED = {
 
 
 class GroupBatchNorm2d(private.BatchNorm):
-    """Batch norm by the statistics of ``group_size`` neighbouring ranks.
+    """Batch norm with the statistics of ``group_size`` neighbouring ranks.
 
     Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. In training mode all
-    processes must call the layer equally often and in the same order; ``eval()`` does not
-    communicate. Under autocast the input is cast. Any memory format, number of channels and
-    floating dtype, where the original took float16 with a multiple of 8 channels last.
+    processes must call the layer equally often and in the same order. After ``eval()`` it does not
+    communicate. Under autocast the input is cast. The layer supports any memory format, number of
+    channels and floating dtype. The original needed float16 in channels-last format, with a
+    multiple of 8 channels.
 
     Args:
         num_features: Number of channels.
-        group_size: Number of ranks, which divides that of all processes.
+        group_size: Number of ranks in a group. It must divide the number of processes.
         eps: Added to the variance.
         momentum: Weight of the new statistics in the running ones; None for the mean of all.
-        affine: Whether there are a weight and a bias.
-        track_running_stats: Whether there are running statistics.
+        affine: Whether to have a weight and a bias.
+        track_running_stats: Whether to have running statistics.
 
     Raises:
-        ArgumentError: There is no group of ``group_size`` ranks.
+        ArgumentError: The processes cannot be divided into groups of ``group_size`` ranks.
     """
 
     group_id = group_rank = 0  # where an older Apex has pickled the whole module
@@ -53,7 +54,7 @@ class GroupBatchNorm2d(private.BatchNorm):
         self.group_size, self.group_id, self.group_rank = group_size, *divmod(rank, group_size)
 
     def get_peer_buffers(self, num_features: int) -> NoReturn:
-        """Raise; see ``REFUSED``."""
+        """Raise ``NotImplementedError``: there are no peer buffers."""
         raise NotImplementedError(REFUSED["GroupBatchNorm2d.get_peer_buffers"])
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -67,8 +68,8 @@ class GroupBatchNorm2d(private.BatchNorm):
         """Normalize ``(N, C, H, W)``.
 
         Raises:
-            ArgumentError: The shape is not what it should be; a ``ValueError``.
-            ValueError: There is one element for each channel in all processes of the group.
+            ArgumentError: The input has another shape. It is a ``ValueError``.
+            ValueError: The processes of the group together have only one element for each channel.
         """
         self._check_input_dim(input)
         if autocasts(input.device.type):

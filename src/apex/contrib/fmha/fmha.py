@@ -53,19 +53,19 @@ def attention(
     """Attend within each sequence.
 
     Args:
-        qkv: ``(total, 3, heads, head_dim)``, any floating dtype; cast under autocast.
-        cu_seqlens: ``(sequences + 1,)``, integers: where each sequence begins, and the end of the
-            last. A sequence may be empty.
-        p_dropout: Which share of the probabilities is set to 0.
-        max_s: At least the length of the longest sequence.
-        is_training: Whether to drop anything.
-        zero_tensors: Accepted with no effect: tokens behind the last sequence always get 0.
+        qkv: ``(total, 3, heads, head_dim)``, in any floating dtype. Autocast casts it.
+        cu_seqlens: Integers ``(sequences + 1,)``: the start of each sequence, and the end of the
+            last one. A sequence may be empty.
+        p_dropout: Share of the probabilities that is set to 0.
+        max_s: Length of the longest sequence, or more.
+        is_training: Whether to apply dropout.
+        zero_tensors: Has no effect: the output is always 0 after the last sequence.
 
     Returns:
         ``(total, heads, head_dim)``.
 
     Raises:
-        ArgumentError: A type, dtype, shape, device, length or number is not what it should be.
+        ArgumentError: An argument has an unsupported type, dtype, shape, device or value.
     """
     check_unused("FMHA", zero_tensors=zero_tensors)
     lengths = lengths_of("FMHA", qkv, cu_seqlens, p_dropout, max_s)
@@ -87,20 +87,24 @@ def attention(
 
 
 class FMHAFun(Applied):
-    """:func:`attention` as an autograd function, to be called by ``apply``."""
+    """Autograd function of attention in packed sequences; call ``FMHAFun.apply``.
+
+    :meth:`function` describes the arguments.
+    """
 
     function = staticmethod(attention)
     gradient, autocasts, keeps_graph = "dout", True, True
 
 
 class FMHA(torch.nn.Module):
-    """Multi-head self-attention between projections, of packed sequences; no parameters.
+    """Multi-head self-attention of packed sequences, without projections and parameters.
 
     Args:
-        config: With ``hidden_size``, ``num_attention_heads`` and ``attention_probs_dropout_prob``.
+        config: Object with the attributes ``hidden_size``, ``num_attention_heads`` and
+            ``attention_probs_dropout_prob``.
 
     Raises:
-        ArgumentError: The heads do not divide the hidden size.
+        ArgumentError: The number of heads does not divide the hidden size.
     """
 
     def __init__(self, config: Any) -> None:
@@ -117,7 +121,11 @@ class FMHA(torch.nn.Module):
         self, qkv: Tensor, cu_seqlens: Tensor, max_s: int, is_training: bool = True,
         zero_tensors: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Attend: ``qkv`` ``(total, 3 * hidden_size)``, else as :func:`attention`."""
+        """Attend within each sequence.
+
+        ``qkv`` is ``(total, 3 * hidden_size)`` and the result ``(total, hidden_size)``. See
+        :meth:`FMHAFun.function` for the other arguments.
+        """
         heads = qkv.reshape(len(qkv), 3, self.h, self.d)
         y = attention(heads, cu_seqlens, self.p_dropout, max_s, is_training, zero_tensors)
         return y.flatten(1)

@@ -14,26 +14,26 @@ def focal_loss(
 ) -> torch.Tensor:  # fmt: skip
     """Compute the focal loss of all anchors, divided by the number of positive ones.
 
-    Formula and what happens to targets out of range: :mod:`apex.ops.losses.focal_loss`. Nothing of
-    the size of the logits is stored for the backward but the logits themselves.
+    The docstring of :mod:`apex.ops.losses.focal_loss` has the formula. Apart from the logits, the
+    backward pass stores nothing of their size.
 
     Args:
-        cls_output: Logits ``(..., columns)``, any floating dtype.
-        cls_targets_at_level: ``(...)``, any integer dtype: the class of each anchor, -1 for
-            background, -2 for anchors that do not count.
-        num_positive_sum: One number, by which the sum is divided, on the same device.
-        num_real_classes: Columns from this one on are padding: they do not count.
-        alpha: Weight of an anchor's class; every other class has ``1 - alpha``.
-        gamma: Power, from 0 on, with which easy examples are weighted down.
+        cls_output: Logits ``(..., columns)``, in any floating dtype.
+        cls_targets_at_level: Integers ``(...)``: the class of each anchor, -1 for background, -2
+            for anchors that do not count.
+        num_positive_sum: Tensor of one element on the same device. The sum is divided by it.
+        num_real_classes: Number of classes. Further columns are padding and do not count.
+        alpha: Weight of an anchor's class. Every other class has the weight ``1 - alpha``.
+        gamma: Exponent, at least 0, that reduces the weight of easy examples.
         label_smoothing: Targets are ``1 - label_smoothing / 2`` and ``label_smoothing / 2``.
 
     Returns:
-        0-dim; float32, or float64 for float64 logits.
+        0-dim tensor in float32, or float64 for float64 logits.
 
     Raises:
-        ArgumentError: A type, dtype, shape, device or number is not what it should be; it is a
+        ArgumentError: An argument has an unsupported type, dtype, shape, device or value. It is a
             RuntimeError, TypeError and ValueError.
-        IndexError: A target is out of range, on a CPU. Elsewhere the loss is nan.
+        IndexError: A target is out of range, on a CPU. On other devices the loss is NaN.
 
     Example:
         >>> logits, targets = torch.zeros(2, 3), torch.tensor([1, -1])

@@ -14,22 +14,24 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GroupNorm(torch.nn.Module):
-    """Normalize groups of channels; see :mod:`apex.ops.norms.group_norm` for the formula.
+    """Normalize groups of channels, and optionally apply SiLU.
 
-    A drop-in for ``torch.nn.GroupNorm``, with the same parameters. Any shape, dtype and number of
-    groups works; the lists below say which the original had kernels for, and limit nothing here.
+    A drop-in for ``torch.nn.GroupNorm``, with the same parameters. It supports any shape, floating
+    dtype and number of groups. The original's lists of supported values, such as
+    ``SUPPORTED_CHANNELS``, exist but have no effect. The docstring of
+    :mod:`apex.ops.norms.group_norm` has the formula.
 
     Args:
-        num_groups: Divides ``num_channels``.
-        num_channels: Of the input, its second dimension.
+        num_groups: Number of groups. It must divide ``num_channels``.
+        num_channels: Size of the input's second dimension.
         eps: Added to the variance.
-        affine: Whether there are weights and biases.
-        device: Where these are.
-        dtype: Of these; another than the input's is fine.
-        act: ``"silu"`` or ``"swish"`` to apply SiLU to the result, ``None`` or ``""`` not to.
+        affine: Whether to have a weight and a bias for each channel.
+        device: Device of the parameters.
+        dtype: dtype of the parameters, which may differ from the input's.
+        act: ``"silu"`` or ``"swish"`` to apply SiLU to the result; ``None`` or ``""`` for none.
 
     Raises:
-        ArgumentError: ``num_groups`` does not divide ``num_channels``, or ``act`` is another word.
+        ArgumentError: ``num_groups`` does not divide ``num_channels``, or ``act`` is unknown.
 
     Example:
         >>> images = torch.ones(1, 4, 2, 2).to(memory_format=torch.channels_last)

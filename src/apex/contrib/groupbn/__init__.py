@@ -1,4 +1,4 @@
-"""Batch norm of images with channels last, over groups of processes."""
+"""Batch norm over groups of processes, for images whose last dimension holds the channels."""
 
 from apex.contrib.groupbn.batch_norm import BatchNorm2d_NHWC
 

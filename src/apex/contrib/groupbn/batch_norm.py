@@ -72,23 +72,24 @@ class bn_addrelu_NHWC_impl(Applied):
 
 
 class BatchNorm2d_NHWC(private.BatchNorm):
-    """Batch norm of ``(N, H, W, C)`` by the statistics of ``bn_group`` neighbouring ranks.
+    """Batch norm of ``(N, H, W, C)`` with the statistics of ``bn_group`` neighbouring ranks.
 
     Parameters, buffers and state dict are those of ``torch.nn.BatchNorm2d``. In training mode all
-    processes must call the layer equally often and in the same order; ``eval()`` does not
-    communicate. After a call ``minibatch_mean`` and ``minibatch_riv`` are the mean and 1 / sqrt(
-    variance + eps) of the batch. Any number of processes is possible, where the original took 8.
+    processes must call the layer equally often and in the same order. After ``eval()`` it does not
+    communicate. Each call stores the batch's mean in ``minibatch_mean`` and its
+    ``1 / sqrt(variance + eps)`` in ``minibatch_riv``. A group may have any number of processes; the
+    original supported up to 8.
 
     Args:
         num_features: Number of channels.
-        fuse_relu: Whether ReLU follows.
-        bn_group: Number of ranks, which divides that of all processes.
-        max_cta_per_sm: Accepted with no effect.
-        cta_launch_margin: Accepted with no effect.
-        multi_stream: Accepted with no effect.
+        fuse_relu: Apply ReLU to the result.
+        bn_group: Number of ranks in a group. It must divide the number of processes.
+        max_cta_per_sm: Has no effect.
+        cta_launch_margin: Has no effect.
+        multi_stream: Has no effect.
 
     Raises:
-        ArgumentError: There is no group of ``bn_group`` ranks.
+        ArgumentError: The processes cannot be divided into groups of ``bn_group`` ranks.
     """
 
     # What modules that an older Apex pickled whole may lack.
@@ -109,15 +110,16 @@ class BatchNorm2d_NHWC(private.BatchNorm):
         self.minibatch_riv = torch.ones_like(self.weight)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize; with ``z``, for which ``fuse_relu`` must be set, return ``relu(y + z)``.
+        """Normalize ``x`` to ``y``. With ``z`` return ``relu(y + z)``; this needs ``fuse_relu``.
 
         Args:
-            x: ``(N, H, W, C)``, floating.
-            z: Of the shape of x.
+            x: Floating tensor ``(N, H, W, C)``.
+            z: Tensor of the shape of ``x``.
 
         Raises:
-            ArgumentError: A shape or dtype is not what it should be, or ``fuse_relu`` is not set.
-            ValueError: There is one element for each channel in all processes of the group.
+            ArgumentError: A shape or dtype is not supported, or you passed ``z`` without
+                ``fuse_relu``.
+            ValueError: The processes of the group together have only one element for each channel.
         """
         if z is not None and not self.fuse_relu:
             raise ArgumentError(f"{_NAME}: z is added before a ReLU. Pass fuse_relu=True.")

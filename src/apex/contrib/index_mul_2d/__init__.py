@@ -1,4 +1,4 @@
-"""Rows of a matrix, chosen by an index, times rows of another."""
+"""Multiply indexed rows of one matrix by the rows of another."""
 
 from apex.contrib.index_mul_2d.index_mul_2d import index_mul_2d
 

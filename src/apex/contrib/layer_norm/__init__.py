@@ -1,4 +1,4 @@
-"""Layer norm over the last dimension; NVIDIA's version is for wide rows."""
+"""Layer norm over the last dimension, for rows of any width."""
 
 from apex.contrib.layer_norm.layer_norm import FastLayerNorm
 

@@ -35,9 +35,9 @@ class FastLayerNorm(torch.nn.Module):
     """Layer norm over the last dimension.
 
     Args:
-        hidden_size: Of the last dimension.
+        hidden_size: Size of the last dimension.
         eps: Added to the variance.
-        memory_efficient: Keep the output for the backward, not the input.
+        memory_efficient: Keep the output for the backward pass instead of the input.
 
     Example:
         >>> FastLayerNorm(4)(torch.tensor([1.0, 2.0, 3.0, 4.0]))

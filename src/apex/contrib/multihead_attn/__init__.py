@@ -1,4 +1,4 @@
-"""Multi-head attention layers with Apex's parameters, over PyTorch's own attention function."""
+"""Multi-head attention layers with Apex's parameters, on top of PyTorch's attention function."""
 
 from apex.contrib.multihead_attn.encdec_multihead_attn import EncdecMultiheadAttn
 from apex.contrib.multihead_attn.mask_softmax_dropout_func import fast_mask_softmax_dropout_func

@@ -109,7 +109,7 @@ class MultiheadAttnBase(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-initialize the matrices; biases become 0, the norm's weight 1."""
+        """Initialise matrices with Xavier's method, biases with 0 and the norm's weight with 1."""
         for name, parameter in self.named_parameters(recurse=False):
             if parameter.dim() == 2:
                 init.xavier_uniform_(parameter, gain=GAINS.get(name, 1.0))
@@ -129,27 +129,28 @@ class MultiheadAttnBase(torch.nn.Module):
         attn_mask: torch.Tensor | None = None,
         is_training: bool = True,
     ) -> tuple[torch.Tensor, None]:
-        """Attend; rows that the masks hide as a whole get 0 from the attention.
+        """Compute the attention. It is 0 for rows that the masks hide completely.
 
         Args:
             query: ``(target, batch, embed_dim)``.
-            key: ``(source, batch, embed_dim)``. Self-attention makes keys of ``query`` and does not
-                use it, as in the original: of the query's shape, or None.
-            value: Not used, as in the original: values are made of what keys are made of. Of the
-                same shape, or None.
-            key_padding_mask: ``(batch, source)``: bool or uint8, 1 where masked, or floating
+            key: ``(source, batch, embed_dim)``. Self-attention does not use it, as in the original;
+                pass a tensor of the query's shape, or None.
+            value: Not used, as in the original: keys and values are projections of the same tensor.
+                Pass a tensor of the key's shape, or None.
+            key_padding_mask: ``(batch, source)`` in bool or uint8, 1 where masked; or floating
                 numbers with ``mask_additive``.
             need_weights: Ignored, as in the original: the second result is ``None``.
-            attn_mask: ``(target, source)``, bool or uint8, 1 where masked. Joined with the other
-                mask if both are given, which the original refused.
-            is_training: Whether to drop anything. After ``eval()`` nothing is dropped either.
+            attn_mask: ``(target, source)`` in bool or uint8, 1 where masked. If you pass both
+                masks, both apply; the original did not support this.
+            is_training: Whether to apply dropout. After ``eval()`` it is never applied.
 
         Returns:
-            ``(target, batch, embed_dim)`` and ``None``. The dtype is that of ``query``, or
-            autocast's under ``torch.autocast``, where a wider ``query`` as residual makes it wider.
+            ``(target, batch, embed_dim)`` and ``None``. The dtype is that of ``query``. Under
+            ``torch.autocast`` it is autocast's, or a wider one if a wider ``query`` is added as the
+            residual.
 
         Raises:
-            ArgumentError: A shape, dtype or device is not what it should be.
+            ArgumentError: An argument has an unsupported shape, dtype or device.
         """
         return _attend(self, query, key, value, key_padding_mask, attn_mask, is_training), None
 

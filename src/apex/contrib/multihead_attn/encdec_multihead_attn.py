@@ -8,17 +8,17 @@ from apex.contrib.multihead_attn._base import MultiheadAttnBase
 class EncdecMultiheadAttn(MultiheadAttnBase):
     """Multi-head attention of a decoder to an encoder's output, on any device, in any dtype.
 
-    Parameters, by the original's names, for ``embed_dim`` E:
+    The parameters have the original's names. With ``embed_dim`` E they are:
 
     * ``in_proj_weight_q`` ``(E, E)``, ``in_proj_bias_q`` ``(E,)``.
-    * ``in_proj_weight_kv`` ``(2 E, E)``, ``in_proj_bias_kv`` ``(2 E,)``: rows ordered (heads, 2,
-      head_dim), so that key and value of a head are neighbours.
+    * ``in_proj_weight_kv`` ``(2 E, E)``, ``in_proj_bias_kv`` ``(2 E,)``. Rows are ordered (heads,
+      2, head_dim), so the key and value of a head are adjacent.
     * The others as in :class:`~apex.contrib.multihead_attn.SelfMultiheadAttn`.
 
-    Options, all of which may be combined, are those of that class.
+    See that class for the arguments. You can combine all options.
 
     Raises:
-        ArgumentError: An option is not what it should be.
+        ArgumentError: An option has an unsupported value.
 
     Example:
         >>> layer = EncdecMultiheadAttn(8, 2)

@@ -22,22 +22,23 @@ def fast_mask_softmax_dropout_func(
 ) -> torch.Tensor:
     """Compute ``dropout(softmax(inputs + mask))`` over the last dimension.
 
-    Composed of torch's functions; ``scaled_dot_product_attention`` never writes the scores at all.
+    It is composed of torch's functions. In new code prefer ``scaled_dot_product_attention``, which
+    does not write the scores to memory.
 
     Args:
-        is_training: Whether to drop anything.
+        is_training: Whether to apply dropout.
         heads: Number of heads.
         inputs: Scores, ``(batch * heads, target, source)``.
-        pad_mask: ``(batch, source)``, bool or uint8, 1 where masked; or ``None``.
-        mask_additive: Whether ``pad_mask`` holds floating numbers to add instead.
-        dropout_prob: The share that is dropped.
+        pad_mask: ``(batch, source)`` in bool or uint8, 1 where masked; or ``None``.
+        mask_additive: Whether ``pad_mask`` holds floating numbers to add to the scores instead.
+        dropout_prob: Share of the probabilities to drop.
 
     Returns:
-        Shape and dtype of ``inputs``, under ``torch.autocast`` too. Computed in float32 (float64
-        for float64) and rounded once. Rows that are masked as a whole are 0.
+        Tensor of the shape and dtype of ``inputs``, under ``torch.autocast`` too. It is computed in
+        float32 (float64 for float64) and rounded once. Rows that are completely masked are 0.
 
     Raises:
-        ArgumentError: A shape, dtype, device or number is not what it should be.
+        ArgumentError: An argument has an unsupported shape, dtype, device or value.
 
     Example:
         >>> scores, mask = torch.zeros(1, 1, 3), torch.tensor([[False, False, True]])

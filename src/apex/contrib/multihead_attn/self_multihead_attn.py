@@ -8,31 +8,32 @@ from apex.contrib.multihead_attn._base import MultiheadAttnBase
 class SelfMultiheadAttn(MultiheadAttnBase):
     """Multi-head self-attention of ``(time, batch, embed_dim)``, on any device, in any dtype.
 
-    Parameters, by the original's names, for ``embed_dim`` E and ``num_heads`` heads:
+    The parameters have the original's names. With ``embed_dim`` E they are:
 
-    * ``in_proj_weight`` ``(3 E, E)``, ``in_proj_bias`` ``(3 E,)``: rows ordered (heads, 3,
-      head_dim), so that query, key and value of a head are neighbours, unlike in
-      ``torch.nn.MultiheadAttention``. Or ``q_weight``, ``k_weight``, ``v_weight`` ``(E, E)``,
-      ``q_bias``, ``k_bias``, ``v_bias`` ``(E,)`` with ``separate_qkv_params``.
+    * ``in_proj_weight`` ``(3 E, E)``, ``in_proj_bias`` ``(3 E,)``. Rows are ordered (heads, 3,
+      head_dim), so the query, key and value of a head are adjacent, unlike in
+      ``torch.nn.MultiheadAttention``. With ``separate_qkv_params`` instead ``q_weight``,
+      ``k_weight``, ``v_weight`` ``(E, E)`` and ``q_bias``, ``k_bias``, ``v_bias`` ``(E,)``.
     * ``out_proj_weight`` ``(E, E)``, ``out_proj_bias`` ``(E,)``.
-    * ``lyr_nrm_gamma_weights``, ``lyr_nrm_beta_weights`` ``(E,)`` with ``include_norm_add``; a
-      module ``lyr_nrm`` instead with ``impl="default"``.
+    * ``lyr_nrm_gamma_weights``, ``lyr_nrm_beta_weights`` ``(E,)`` with ``include_norm_add``. With
+      ``impl="default"`` instead a module ``lyr_nrm``.
 
-    All options may be combined; the original had no kernels for some.
+    You can combine all options, including those for which the original had no kernel.
 
     Args:
         embed_dim: Size of the last dimension.
-        num_heads: Divides ``embed_dim``.
-        dropout: The share of attention weights that is dropped, and of the output's elements before
-            the residual is added, if there is one.
+        num_heads: Number of heads. It must divide ``embed_dim``.
+        dropout: Share of attention weights to drop. With ``include_norm_add`` the same share of the
+            output's elements is dropped before the residual is added.
         bias: Whether projections have biases.
-        include_norm_add: Layer norm of the query before, and the query as it was added after.
-        impl: ``"fast"`` or ``"default"``: names of the norm's parameters, nothing else.
-        separate_qkv_params: Whether the projections' weights are three matrices.
+        include_norm_add: Apply layer norm to the query first, and add the original query at the
+            end.
+        impl: ``"fast"`` or ``"default"``. It decides only the names of the norm's parameters.
+        separate_qkv_params: Use three matrices for the projections of query, key and value.
         mask_additive: Whether ``key_padding_mask`` holds numbers to add to the scores.
 
     Raises:
-        ArgumentError: An option is not what it should be.
+        ArgumentError: An option has an unsupported value.
 
     Example:
         >>> layer = SelfMultiheadAttn(8, 2, bias=True)

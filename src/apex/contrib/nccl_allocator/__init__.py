@@ -1,4 +1,4 @@
-"""Memory that NCCL allocates and registers, so that its collectives need no copies of their own."""
+"""Memory that NCCL allocates and registers, so that its collectives need no extra copies."""
 
 from apex.contrib.nccl_allocator.nccl_allocator import (
     create_nccl_mem_pool,

@@ -19,7 +19,7 @@ dist = torch.distributed
 
 
 def init() -> None:
-    """Set the two environment variables that NCCL and PyTorch read; call it before their groups."""
+    """Set two environment variables for NCCL and PyTorch. Call it before making process groups."""
     os.environ["NCCL_NVLS_ENABLE"] = "1"
     os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
 
@@ -43,15 +43,15 @@ def _backend(name: str, group: Any = None) -> Any:
 
 
 def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
-    """Make a ``torch.cuda.MemPool`` of NCCL's allocator.
+    """Make a ``torch.cuda.MemPool`` that uses NCCL's allocator.
 
     Args:
-        symmetric: Whether its memory has the same layout on all ranks; only in releases of torch
-            whose ``MemPool`` has this argument.
+        symmetric: Whether the memory has the same layout on all ranks. This needs a release of
+            torch whose ``MemPool`` has the argument.
 
     Raises:
-        RuntimeError: There is no GPU, no process group of NCCL, or ``symmetric`` in another
-            release.
+        RuntimeError: There is no GPU or no NCCL process group, or this torch does not support
+            ``symmetric``.
     """
     allocator = _backend("create_nccl_mem_pool").mem_allocator
     if not symmetric:
@@ -68,7 +68,7 @@ def register_mem_pool(pool: Any, group: Any = None) -> None:
     """Register a pool's memory with the NCCL backend of a group, by default of the world.
 
     Raises:
-        RuntimeError: There is no GPU, or the group is none of NCCL.
+        RuntimeError: There is no GPU, or the group does not use NCCL.
     """
     _backend("register_mem_pool", group).register_mem_pool(pool)
 
@@ -77,16 +77,16 @@ def register_mem_pool(pool: Any, group: Any = None) -> None:
 def nccl_mem(
     pool: Any, enabled: bool = True, device: Any = None, group: Any = None
 ) -> Iterator[None]:
-    """In a ``with`` block, allocate from a pool; register the pool with a group after it.
+    """Allocate from a pool inside a ``with`` block, and register the pool with a group at its end.
 
     Args:
-        pool: Of :func:`create_nccl_mem_pool`.
-        enabled: Whether to do anything.
+        pool: A pool made by :func:`create_nccl_mem_pool`.
+        enabled: ``False`` makes the block do nothing.
         device: The GPU whose allocations come from the pool; by default the current one.
-        group: The group that gets the memory; by default the world.
+        group: The group to register the memory with; by default the world.
 
     Raises:
-        RuntimeError: On entering: there is no GPU, or the group is none of NCCL.
+        RuntimeError: At the start of the block: there is no GPU, or the group does not use NCCL.
     """
     if not enabled:
         yield

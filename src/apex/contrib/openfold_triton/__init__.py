@@ -1,8 +1,12 @@
-"""Attention with a bias, layer norm and an optimizer, by the names that OpenFold's programs import.
+"""Attention with a bias, layer norm and an optimizer, with the names that OpenFold imports.
 
-NVIDIA's kernels were tuned for one model's shapes. Attention here is PyTorch's function, layer norm
-and optimizer are those of :mod:`apex.ops`, so there is nothing to tune: the tables of tuned choices
-are empty, and ranks have none to exchange.
+NVIDIA tuned its kernels for one model's shapes. Here attention is PyTorch's function, and layer
+norm and optimizer use apex's own kernels. They need no tuning, so the tables of tuned choices are
+empty.
+
+``AttnTri(q, k, v, mask=None, bias=None, inf=1e9, is_training=True)`` computes::
+
+    softmax(q k^T / sqrt(size) + (mask - 1) * inf + bias) v
 """
 
 from collections.abc import Mapping
@@ -22,9 +26,9 @@ _tuneable_triton_kernels: Mapping[str, Any] = MappingProxyType({})
 
 
 def sync_triton_auto_tune_cache_across_gpus(strict: bool = True, verbose: bool = False) -> None:
-    """Give rank 0's tuned choices to all ranks: of the kernels here, which have none, nothing.
+    """Do nothing: these kernels have no tuned choices to send from rank 0 to the other ranks.
 
     Args:
-        strict: Whether ranks must have the same kernels; they do.
-        verbose: Whether to say what was sent.
+        strict: Has no effect.
+        verbose: Has no effect.
     """

@@ -1,4 +1,4 @@
-"""``FusedAdamSWA``: Adam, the rounded weights of the model and an average, in one launch."""
+"""``FusedAdamSWA``: one launch steps Adam, rounds the weights into the model and averages them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _COMPUTE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamMathType(enum.Enum):
-    """Where the weight decay is: in the gradient (L2), or decoupled with ``ApexAdamW``.
+    """The kind of weight decay: decoupled with ``ApexAdamW``, an L2 penalty with the others.
 
-    In the original, ``ApexAdam`` and ``PyTorchAdam`` differ in the order of roots and divisions.
-    Here both are one formula.
+    In the original ``ApexAdam`` and ``PyTorchAdam`` differ in the order of roots and divisions.
+    Here both use the same formula.
     """
 
     ApexAdam = 0
@@ -36,30 +36,30 @@ class AdamMathType(enum.Enum):
 class FusedAdamSWA(FusedOptimizer):
     """Adam on float32 weights, which are rounded into the model, and averaged (SWA).
 
-    See :mod:`apex.ops.updates.adam_swa` for the formula. Gradients are those of
-    ``compute_params``, a parameter without one is left alone. A step is one launch.
+    The docstring of :mod:`apex.ops.updates.adam_swa` has the formula. The gradients are those of
+    ``compute_params``. A parameter without a gradient does not change. A step is one launch.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
         params: The float32 weights, or groups of them.
-        compute_params: What the model computes with, in the order of the weights: float32,
-            bfloat16 or float16. They get the rounded weights.
+        compute_params: The parameters of the model, in the order of the weights, in float32,
+            bfloat16 or float16. A step writes the rounded weights into them.
         swa_params: The float32 averages, in the same order.
-        swa_decay_rate: What an average keeps of itself in a step, 0 to 1.
-        adam_math_mode: Where the weight decay is.
+        swa_decay_rate: Weight of the old average in the new one, from 0 to 1.
+        adam_math_mode: Kind of weight decay.
         capturable: Not supported.
         master_weights: Not supported; ``params`` are the masters.
 
     Raises:
-        ValueError: Lists of other lengths, shapes, dtypes or devices, a tensor that is not
-            contiguous, or a number out of range.
-        NotImplementedError: ``amsgrad``, ``capturable`` or ``master_weights``.
+        ValueError: The lists differ in lengths, shapes, dtypes or devices, a tensor is not
+            contiguous, or a number is out of range.
+        NotImplementedError: You passed ``amsgrad``, ``capturable`` or ``master_weights``.
 
     Attributes:
-        compute_param_groups: ``compute_params``, in a list of one group.
-        swa_param_groups: ``swa_params`` in a list of one group, with ``"n_averaged"``: how many
-            steps have been averaged. At 0 the average becomes the weight.
+        compute_param_groups: List of one group with ``compute_params``.
+        swa_param_groups: List of one group with ``swa_params`` and ``"n_averaged"``, the number of
+            averaged steps. The first step sets the average to the weight.
 
     Example:
         >>> model = torch.nn.Linear(4, 2).bfloat16()
@@ -123,10 +123,10 @@ class FusedAdamSWA(FusedOptimizer):
         swa_params: Iterable[torch.Tensor],
         swa_decay_rate: float,
     ) -> FusedAdamSWA:
-        """Go on from ``torch.optim.Adam`` or ``AdamW`` with one group: options, state and step.
+        """Continue from a ``torch.optim.Adam`` or ``AdamW`` with its options, state and step.
 
         Raises:
-            ValueError: It has several groups, or options that this class does not have.
+            ValueError: The optimizer has several groups, or options that this class lacks.
         """
         if len(adam_optimizer.param_groups) != 1:
             raise ArgumentError(
@@ -202,13 +202,13 @@ class FusedAdamSWA(FusedOptimizer):
         grad_clip_scale: Scalar | None = None,
         **historic: Any,
     ) -> Any:
-        """Take one step, see the base.
+        """Take one step.
 
         Args:
-            closure: Evaluates the loss again.
-            grad_clip_scale: What gradients are multiplied by, such as a clipping coefficient; a
-                tensor of one element is read on its device.
-            **historic: As in the base.
+            closure: Function that evaluates the loss again.
+            grad_clip_scale: Factor for the gradients, such as a clipping coefficient. A tensor of
+                one element is read on its device.
+            **historic: As in the base class.
         """
         self._clip_scale = grad_clip_scale
         return self._stepped(closure, historic)
@@ -261,13 +261,13 @@ class FusedAdamSWA(FusedOptimizer):
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, and ``"n_averaged"`` in its first group."""
+        """Return the state, with ``"n_averaged"`` in its first group."""
         saved = super().state_dict()
         saved["param_groups"][0]["n_averaged"] = self.swa_param_groups[0]["n_averaged"]
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; without ``"n_averaged"``, as of ``torch.optim.Adam``, that stays."""
+        """Load a state, also of ``torch.optim.Adam``, which leaves ``"n_averaged"`` unchanged."""
         super().load_state_dict(state_dict)
         groups: Sequence[dict[str, Any]] = self.param_groups
         count = groups[0].pop("n_averaged", self.swa_param_groups[0]["n_averaged"])

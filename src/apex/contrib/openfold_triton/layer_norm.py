@@ -27,13 +27,13 @@ def _layer_norm(
 
 
 class LayerNormSmallShapeOptImpl(Applied):
-    """Layer norm with weight and bias; the result has the dtype of ``inputs``.
+    """Layer norm with weight and bias. The result has the dtype of ``inputs``.
 
-    Statistics are float32 (float64 for float64). Gradients are those of inputs, weight and bias.
+    Statistics are float32 (float64 for float64). Inputs, weight and bias have gradients.
 
     Raises:
-        ValueError: ``inputs`` is not contiguous and not of four dimensions that are normalised over
-            the last; or shapes, devices or dtypes do not fit.
+        ValueError: ``inputs`` is not contiguous, unless it has four dimensions and is normalised
+            over the last one; or shapes, devices or dtypes do not match.
 
     Example:
         >>> x, weight, bias = torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.zeros(2)

@@ -40,9 +40,10 @@ def is_enabled() -> bool:
 def CanSchTriMHA(
     in_shape: Sequence[int], has_bias: bool = True, inf: float = 1e9, training: bool = True
 ) -> bool:
-    """Whether :func:`AttnTri` takes queries of a shape: five dimensions, of which the first is 1.
+    """Return whether :func:`AttnTri` supports queries of shape ``in_shape``.
 
-    The original's kernel was for few shapes of one model, with a bias, and for one ``inf``.
+    They need five dimensions, and the first one must be 1. The original supported only a few shapes
+    of one model, with a bias and one value of ``inf``.
     """
     return len(in_shape) == 5 and in_shape[0] == 1 and math.isfinite(inf)
 
@@ -111,12 +112,12 @@ def AttnBiasJIT(
     bias: torch.Tensor,
     inf: float,
 ) -> torch.Tensor:
-    """Compute :func:`AttnTri`, for queries, keys and values of any size."""
+    """Compute attention with a mask and a bias, as :func:`AttnTri` does, for any sizes."""
     return _attend(query, key, value, mask, bias, inf)
 
 
 def AttnNoBiasJIT(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, inf: float
 ) -> torch.Tensor:
-    """Compute :func:`AttnTri` without a bias, for queries, keys and values of any size."""
+    """Compute attention with a mask and no bias, as :func:`AttnTri` does, for any sizes."""
     return _attend(query, key, value, mask, None, inf)

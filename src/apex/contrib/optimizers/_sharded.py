@@ -90,7 +90,7 @@ class ShardedOptimizer(ShardedParameters):
         )
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Drop all gradients, also those that are reduced already or on their way."""
+        """Drop all gradients, including those that are reduced or being reduced."""
         if self._round or self._next or any(any(bucket.arrivals) for bucket in self._buckets):
             self.grad_sync()  # so that ranks stay in the same round
         self._forget()
@@ -120,18 +120,18 @@ class ShardedOptimizer(ShardedParameters):
     def grad_norm(
         self, parameters: Any = None, norm_type: float = 2.0, force: bool = False
     ) -> torch.Tensor:
-        """Norm of the gradients over all ranks, all of which call it, as they will be stepped.
+        """Return the norm of the gradients that will be stepped. All ranks must call it.
 
         Args:
-            parameters: Some of the optimizer's; by default all.
-            norm_type: Only 2.
-            force: Compute it again even if no gradient has arrived since.
+            parameters: Parameters of this optimizer; by default all.
+            norm_type: Must be 2.
+            force: Compute the norm again even if no gradient has arrived since the last call.
 
         Returns:
             0-dim float32 tensor.
 
         Raises:
-            ValueError: Another norm, or a parameter of another optimizer.
+            ValueError: ``norm_type`` is not 2, or a parameter belongs to another optimizer.
         """
         if float(norm_type) != 2.0:
             raise ValueError(f"{self._name}: norm_type was {norm_type}; only 2.0 is supported.")
@@ -153,15 +153,15 @@ class ShardedOptimizer(ShardedParameters):
     def clip_grad_norm(
         self, max_norm: float, parameters: Any = None, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip gradients by their norm over all ranks, all of which call it.
+        """Clip gradients by their norm over all ranks. All ranks must call it.
 
         Args:
             max_norm: Largest norm allowed.
-            parameters: Those whose gradients are measured and clipped; by default all.
-            norm_type: Only 2.
+            parameters: Parameters whose gradients are measured and clipped; by default all.
+            norm_type: Must be 2.
 
         Returns:
-            The norm before, 0-dim.
+            The norm before clipping, 0-dim.
         """
         some = [*parameters] if isinstance(parameters, Iterator) else parameters
         norm = self.grad_norm(some, norm_type)
@@ -180,18 +180,20 @@ class ShardedOptimizer(ShardedParameters):
     def unscale_grads(
         self, *args: Any, inv_scale: Any = None, grad_scaler: Any = None
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale the reduced gradients and look for inf and nan; all ranks call it.
+        """Unscale the reduced gradients and check them for inf and NaN. All ranks must call it.
+
+        Pass either ``inv_scale`` or ``grad_scaler``.
 
         Args:
-            *args: ``inv_scale, found_inf, allow_fp16``, as a ``GradScaler`` calls it.
-            inv_scale: What gradients are multiplied by, a number or a one-element tensor.
-            grad_scaler: Instead of it, the scaler, which is told what was found.
+            *args: ``inv_scale, found_inf, allow_fp16``, as a ``GradScaler`` passes them.
+            inv_scale: Factor for the gradients, a number or a one-element tensor.
+            grad_scaler: The scaler, which also receives the result of the check.
 
         Returns:
-            From the device to a flag, 1.0 if a gradient of any rank is not finite.
+            Dict from the device to a flag, which is 1.0 if a gradient of any rank is not finite.
 
         Raises:
-            TypeError: None or both of the arguments.
+            TypeError: You passed neither or both of the arguments.
             RuntimeError: Gradients were unscaled or clipped already.
         """
         inv_scale = self._inverse_scale(args[0]) if args else inv_scale
@@ -239,15 +241,15 @@ class ShardedOptimizer(ShardedParameters):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None
     ) -> Any:
-        """Take one step, which uses the gradients up; all ranks call it.
+        """Take one step, and drop the gradients. All ranks must call it.
 
         Args:
-            closure: Evaluates the loss again.
-            grad_scaler: A scaler that drives the step: gradients are unscaled if they were not, and
-                all ranks skip the step if a gradient of one of them is not finite.
+            closure: Function that evaluates the loss again.
+            grad_scaler: The ``GradScaler``, if you use one. The step unscales the gradients if you
+                have not done so. All ranks skip the step if a gradient of any rank is not finite.
 
         Returns:
-            What ``closure`` returned, else ``None``.
+            What ``closure`` returned, or ``None`` without a closure.
         """
         return self._stepped(closure, {"grad_scaler": grad_scaler})
 

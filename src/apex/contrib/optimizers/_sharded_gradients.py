@@ -99,7 +99,7 @@ class ShardedGradients(FusedOptimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the same parameters on every rank; rank 0 sends their values."""
+        """Add a group, with the same parameters on every rank. Rank 0 sends their values."""
         super().add_param_group(param_group)
         if self._is_made:
             self._take_in(self.param_groups[-1]["params"])
@@ -340,10 +340,10 @@ class ShardedGradients(FusedOptimizer):
 
     @torch.no_grad()
     def grad_sync(self) -> None:
-        """Reduce all gradients that are left; ``step`` does so too, and all ranks call it.
+        """Reduce all remaining gradients, as ``step`` also does. All ranks must call it.
 
         Raises:
-            RuntimeError: A collective failed, for instance because another rank has ended.
+            RuntimeError: A collective failed, for example because another rank ended.
         """
         with self._lock:
             self._prepare_buckets()
@@ -365,7 +365,7 @@ class ShardedGradients(FusedOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
-        """Accumulate gradients on this rank; the next backward outside reduces the sum.
+        """Accumulate gradients on this rank. The first backward pass after the block reduces them.
 
         With ``greedy_grad_copy`` they are copied into buckets instead of staying in ``param.grad``.
         """

@@ -89,12 +89,12 @@ class ShardedParameters(ShardedGradients):
         return found - hidden
 
     def param_sync(self) -> None:
-        """Wait until all parameters have the values of the last step, with overlap_param_sync.
+        """Wait until all parameters have the values of the last step, with ``overlap_param_sync``.
 
-        Whatever reads a parameter waits for it by itself, but for what the tensor's Python class
-        does not reach: a compiled extension, a transform of ``torch.func`` that gets a parameter as
-        an argument, a view or ``data_ptr()`` from before the step. Call it before these. If a
-        forward pass has read old values its backward pass raises.
+        Code that reads a parameter waits automatically. Only four kinds of code do not, so call
+        this method before them: a compiled extension, a transform of ``torch.func`` with a
+        parameter as an argument, and a view or a ``data_ptr()`` from before the step. If a forward
+        pass reads old values, its backward pass raises an error.
         """
         _finish(self._gathers)
         if self._are_called:

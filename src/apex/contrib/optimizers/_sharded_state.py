@@ -29,18 +29,20 @@ class SavedShards(ShardedOptimizer):
     def state_dict(
         self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
     ) -> dict[str, Any]:
-        """The state; all ranks call it.
+        """Return the state. All ranks must call it.
 
         Args:
-            state_dict_format: 2 (by default) gathers whole tensors, which any number of ranks can
-                load. 1 is this rank's part, which the same rank of as many ranks can load.
-            gather_on_root: With format 2: whether only rank 0 gets tensors; by default all do.
+            state_dict_format: 2 (the default) gathers whole tensors, which any number of ranks can
+                load. 1 is this rank's part. Only the same rank of as many ranks can load it.
+            gather_on_root: With format 2, whether only rank 0 receives the tensors; by default all
+                ranks do.
 
         Returns:
-            ``{"state", "param_groups", "format"}``, and ``"shards"`` in format 1.
+            A dict with ``"state"``, ``"param_groups"`` and ``"format"``, and with ``"shards"`` in
+            format 1.
 
         Raises:
-            ValueError: Another format; or format 1, which gathers nothing, with ``gather_on_root``.
+            ValueError: The format is unknown, or you passed ``gather_on_root`` with format 1.
         """
         form = 2 if state_dict_format is None else state_dict_format
         if form not in (1, 2) or (form == 1 and gather_on_root):
@@ -115,12 +117,12 @@ class SavedShards(ShardedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of either format, or of torch's ``set_state_dict``; every rank loads one.
+        """Load a state of either format, or of torch's ``set_state_dict``, on every rank.
 
-        The model's weights are its own: load them too, before or afterwards.
+        It does not load the model's weights. Load them before or afterwards.
 
         Raises:
-            ValueError: It does not fit; nothing was changed then.
+            ValueError: The state does not match this optimizer. Nothing changes.
         """
         self.param_sync()
         self._prepare_buckets()

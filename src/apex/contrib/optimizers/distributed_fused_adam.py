@@ -1,7 +1,5 @@
 """``DistributedFusedAdam``: Adam with gradients and state sharded over ranks (ZeRO stage 2).
 
-The engine is :mod:`apex.contrib.optimizers._sharded`, the update that of ``FusedAdam``.
-
 Source: Rajbhandari et al., arXiv:1910.02054, section 5.2.
 """
 
@@ -54,46 +52,47 @@ def _disable_pre_forward_hook(param: torch.Tensor) -> Iterator[None]:
 class DistributedFusedAdam(SavedShards):
     """Adam or AdamW whose gradients and state are sharded over ranks.
 
-    Every rank keeps all parameters. Gradients are averaged over ranks as they arrive, and each rank
-    gets those of its shard; after a backward pass ``param.grad`` is ``None``. ``step`` steps the
-    shards and gathers the parameters. Numbers are those of ``FusedAdam`` in one process with the
-    mean gradients. All ranks construct, step, save and load together.
+    Every rank keeps all parameters. During the backward pass gradients are averaged over ranks, and
+    each rank receives those of its shard. Afterwards ``param.grad`` is ``None``. ``step`` steps the
+    shards and gathers the parameters. The results equal those of ``FusedAdam`` in one process with
+    the mean gradients. All ranks must construct, step, save and load together.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
-        params: Parameters or groups, on one device; rank 0 sends their values at construction.
+        params: Parameters or groups, on one device. Rank 0 sends their values at construction.
         adam_w_mode: Decoupled weight decay (AdamW) instead of an L2 penalty (Adam).
-        dtype: Of the state: moments and stored parameters. If it rounds them, a warning says so.
-        grad_sync_dtype: In which gradients are summed; by default ``dtype``.
-        param_sync_dtype: In which parameters are gathered; by default their own. With an integer
-            type their bytes are sent.
-        device: Kept from the original; the state is where the parameters are.
+        dtype: dtype of the moments and the stored parameters. A warning tells you if it rounds
+            them.
+        grad_sync_dtype: dtype in which gradients are summed; by default ``dtype``.
+        param_sync_dtype: dtype in which parameters are gathered; by default their own. With an
+            integer type their bytes are sent.
+        device: Has no effect: the state is on the parameters' device.
         process_group: All ranks; by default those of the program.
-        distributed_process_group: Those that share the state; by default all.
-        redundant_process_group: Those that keep equal shards; by default none do.
-        average_grad_sync: Whether gradients are averaged over ranks, or summed.
-        overlap_grad_sync: Whether gradients are sent during the backward pass.
-        overlap_param_sync: Whether parameters are gathered during the next forward pass: a module
-            waits for its own, and whatever else reads one for that; see :meth:`param_sync`.
-        bucket_cap_mb: MiB of gradients from which on a bucket is full.
-        pipeline_size: Of how many buckets parameters are gathered at once.
-        contiguous_param_buffer: Whether the parameters of a bucket are views of one buffer.
-        contiguous_grad_buffer: Whether gradients of a bucket have a persistent buffer, see
+        distributed_process_group: The ranks that share a state; by default all ranks.
+        redundant_process_group: The ranks that keep equal shards; by default none do.
+        average_grad_sync: Average gradients over ranks instead of summing them.
+        overlap_grad_sync: Send gradients during the backward pass.
+        overlap_param_sync: Gather parameters during the next forward pass. Each module waits for
+            its own parameters, and so does other code that reads them; see :meth:`param_sync`.
+        bucket_cap_mb: Size at which a bucket of gradients is full, in MiB.
+        pipeline_size: Number of buckets whose parameters are gathered at the same time.
+        contiguous_param_buffer: Make the parameters of a bucket views of one buffer.
+        contiguous_grad_buffer: Keep a persistent buffer for the gradients of a bucket; see
             :meth:`grad_buffer_view`.
-        store_params: Whether shards keep the parameters in ``dtype``. If not, the model's own are
-            stepped, which loses what their dtype rounds away.
-        store_param_remainders: Of bfloat16 parameters keep only the 16 low bits of float32 ones;
-            needs ``store_params=False``.
-        with_scaled_states: Keep the moments of each fragment in float16 with a scale; needs
+        store_params: Keep the parameters of a shard in ``dtype`` too. Without it the step uses the
+            model's own parameters, and loses what their dtype rounds away.
+        store_param_remainders: For bfloat16 parameters keep only the 16 low bits of the float32
+            values. Needs ``store_params=False``.
+        with_scaled_states: Keep the moments of each fragment in float16 with a scale. Needs
             ``dtype=torch.float16``.
         nccl_ub: Not supported.
         capturable: Keep ``lr`` and ``step`` on the device.
 
     Raises:
-        RuntimeError: There is no process group, or options exclude each other or do not fit the
+        RuntimeError: There is no process group, or options exclude each other or do not suit the
             parameters.
-        ValueError: A number out of range, or this process is not in a group.
+        ValueError: A number is out of range, or this process is not in a group.
 
     Example:
         >>> optimizer = DistributedFusedAdam(model.parameters(), lr=1e-3)  # doctest: +SKIP
@@ -171,11 +170,11 @@ class DistributedFusedAdam(SavedShards):
     # -- parameters and buckets --------------------------------------------------------------------
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """All parameters, group by group."""
+        """Iterate over all parameters, group by group."""
         yield from self._params()
 
     def parameter(self, *args: int) -> torch.Tensor:
-        """The parameter of the number of a group, and its number in the group."""
+        """Return a parameter by two numbers: of its group, and of the parameter in the group."""
         if len(args) != 2 or not all(isinstance(arg, int) for arg in args):
             raise TypeError(
                 f"DistributedFusedAdam.parameter got {args}; pass two numbers, of a group and of a "
@@ -193,13 +192,13 @@ class DistributedFusedAdam(SavedShards):
     ) -> None:
         """Put parameters into buckets now instead of in the first backward pass.
 
-        Those that are in buckets stay there. Every rank makes the same calls.
+        Parameters that have a bucket keep it. All ranks must make the same calls.
 
         Args:
-            params: Some of the optimizer's; by default all that are trained, the last ones first.
-            dtype: Of their state; by default the constructor's, as the next two.
-            grad_sync_dtype: In which their gradients are summed.
-            param_sync_dtype: In which they are gathered.
+            params: Parameters of this optimizer; by default all that are trained, in reverse order.
+            dtype: dtype of their state. The defaults of the three dtypes are the constructor's.
+            grad_sync_dtype: dtype in which their gradients are summed.
+            param_sync_dtype: dtype in which they are gathered.
         """
         some = self._trained() if params is None else listed(params)
         dtypes = dtype, grad_sync_dtype, param_sync_dtype
@@ -212,7 +211,7 @@ class DistributedFusedAdam(SavedShards):
         grad_sync_dtype: torch.dtype | None = None,
         param_sync_dtype: torch.dtype | None = None,
     ) -> None:
-        """Put parameters into a bucket of their own, of any size; see :meth:`init_params`."""
+        """Put parameters into a separate bucket of any size; see :meth:`init_params`."""
         dtypes = dtype, grad_sync_dtype, param_sync_dtype
         self._make_buckets(listed(params), dtypes, float("inf"))
 
@@ -229,15 +228,15 @@ class DistributedFusedAdam(SavedShards):
         self._prepare_buckets()
 
     def grad_buffer_view(self, param: torch.Tensor) -> torch.Tensor:
-        """The memory for the gradient of a parameter, of its shape.
+        """Return the memory for a parameter's gradient, in the parameter's shape.
 
-        A program may add gradients to it by itself until the backward pass ends. The parameter then
-        counts as one that has a gradient in every step. Run all passes of a step but the last under
-        :meth:`no_sync`: the buffer is sent as soon as it is full.
+        You can add gradients to it until the backward pass ends. The parameter then has a gradient
+        in every step. Run all passes of a step except the last one under :meth:`no_sync`, because
+        the buffer is sent as soon as it is full.
 
         Raises:
             RuntimeError: ``contiguous_grad_buffer`` was not set.
-            ValueError: ``param`` is in none of the groups.
+            ValueError: No group contains ``param``.
         """
         if not self._options.contiguous_grad_buffer:
             raise RuntimeError(

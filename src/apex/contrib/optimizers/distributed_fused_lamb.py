@@ -1,7 +1,7 @@
 """``DistributedFusedLAMB``: LAMB with gradients and state sharded over ranks (ZeRO stage 2).
 
-The engine is :mod:`apex.contrib.optimizers._sharded`, the update that of ``FusedLAMB``: norms of
-whole parameters are those of fragments, added up over ranks by one all-reduce for all.
+The norm of a whole parameter is computed from the fragments on all ranks. A single all-reduce adds
+up the fragments of all parameters.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ _TUNES = {  # arguments that tuned the original's streams and chunks, and their 
 class DistributedFusedLAMB(SavedShards):
     """LAMB whose gradients and state are sharded over ranks.
 
-    As :class:`~apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam` otherwise, with
-    float32 masters. Numbers are those of ``FusedLAMB`` in one process with the mean gradients and
-    such masters. The original's order of calls: ``set_global_scale``, backward,
-    ``complete_reductions``, ``step``; the first and the third may be left out.
+    It works like :class:`~apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam`, and
+    keeps float32 masters. The results equal those of ``FusedLAMB`` in one process with the mean
+    gradients and such masters. The original's order of calls is ``set_global_scale``, backward,
+    ``complete_reductions``, ``step``. You can leave out the first and the third.
 
-    The arguments that are not below are those of :class:`~apex.optimizers._base.FusedOptimizer`.
+    See :class:`~apex.optimizers._base.FusedOptimizer` for the other arguments.
 
     Args:
-        params: Parameters or groups, on one device; rank 0 sends their values at construction.
-        weight_decay: As in the base. Where it is 0 steps are not scaled.
+        params: Parameters or groups, on one device. Rank 0 sends their values at construction.
+        weight_decay: Weight decay. Where it is 0, steps are not scaled by the ratio.
         adam_w_mode: Decoupled weight decay instead of an L2 penalty.
-        use_nvlamb: Whether steps without weight decay are scaled too.
-        step_supports_amp_scaling: Whether a ``GradScaler`` leaves unscaling and the skip to
-            ``step``, which is the only way here.
-        overlap_reductions: Whether gradients are sent during the backward pass.
-        clip_after_ar: Only ``True``: the norm is that of the reduced gradients.
+        use_nvlamb: Whether to scale steps without weight decay too.
+        step_supports_amp_scaling: Must be ``True``: with a ``GradScaler``, ``step`` unscales, and
+            skips on an overflow.
+        overlap_reductions: Send gradients during the backward pass.
+        clip_after_ar: Must be ``True``: clipping uses the norm of the reduced gradients.
         e5m2_allgather: Not supported.
         skip_allgather: Not supported.
-        set_param_views_to_flat_buffer: Whether parameters are views of flat buffers.
-        param_order: Of no effect, as ``dwu_*``, ``fused_norm``, ``verbose``, ``full_ar``,
-            ``fuse_scale`` and ``nccl_allgather_channels``: they tuned streams and chunks.
+        set_param_views_to_flat_buffer: Make parameters views of flat buffers.
+        param_order: Has no effect, like ``dwu_*``, ``fused_norm``, ``verbose``, ``full_ar``,
+            ``fuse_scale`` and ``nccl_allgather_channels``. They tuned streams and chunks.
 
     Raises:
         RuntimeError: There is no process group, or an argument is not supported.
-        TypeError: An argument of no effect has another type.
-        ValueError: A number out of range.
+        TypeError: An argument that has no effect has the wrong type.
+        ValueError: A number is out of range.
     """
 
     _numbers = Lamb
@@ -158,34 +158,37 @@ class DistributedFusedLAMB(SavedShards):
         self._prepare_buckets()
 
     def set_global_scale(self, global_scale: float | torch.Tensor) -> None:
-        """Set what losses are multiplied by; ``step`` divides gradients by it.
+        """Set the loss scale. ``step`` divides gradients by it.
 
-        A ``grad_scaler`` that drives the step then only learns whether gradients are finite.
+        A ``grad_scaler`` that you pass to ``step`` then only learns whether gradients are finite.
         """
         self._check_numbers({"eps": global_scale})
         self._global_scale = global_scale
 
     @property
     def global_scale(self) -> Any:
-        """What :meth:`set_global_scale` set, else 1.0."""
+        """The scale that :meth:`set_global_scale` set; 1.0 by default."""
         return 1.0 if self._global_scale is None else self._global_scale
 
     def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
-        """Set whether backward passes accumulate on this rank, as in ``no_sync``."""
+        """Set whether backward passes accumulate gradients on this rank, as in ``no_sync``."""
         self._syncs, self._greedy = not is_accumulation_step, False
 
     def set_last_step(self, last_step: bool) -> None:
-        """Kept from the original: parameters are complete after every step."""
+        """Do nothing: parameters are complete after every step. Kept from the original."""
 
     def complete_reductions(self) -> None:
-        """Reduce gradients that are left and measure :attr:`L2_grad_norm`; all ranks call it."""
+        """Reduce the remaining gradients, and compute :attr:`L2_grad_norm`.
+
+        All ranks must call it.
+        """
         self.grad_sync()
         norm = self._measure()[0].sqrt()
         self._norm = norm * self._factor if self._is_unscaled else norm / self.global_scale
 
     @property
     def L2_grad_norm(self) -> torch.Tensor | None:
-        """Norm of all gradients at the last :meth:`complete_reductions`, unscaled, 0-dim."""
+        """Norm of all unscaled gradients at the last :meth:`complete_reductions`, 0-dim."""
         return self._norm
 
     def _inverse_scale(self, inverse: Any) -> Any:
@@ -198,5 +201,5 @@ class DistributedFusedLAMB(SavedShards):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
     ) -> Any:
-        """Take one step; as that of ``DistributedFusedAdam``."""
+        """Take one step, as ``DistributedFusedAdam`` does. All ranks must call it."""
         return self._stepped(closure, {"grad_scaler": grad_scaler})

@@ -1,4 +1,4 @@
-"""Automatic sparsity: weights of which 2 of each 4 are zero, for sparse tensor cores."""
+"""Automatic sparsity: set 2 of every 4 weights to zero, for sparse tensor cores."""
 
 from apex._upstream.missing import explain_attributes
 from apex.contrib.sparsity.asp import ASP

@@ -51,7 +51,7 @@ def eligible_modules(
 
 
 class ASP:
-    """2:4 sparsity of one model in this process; all methods are class methods.
+    """2:4 sparsity of one model in this process. All methods are class methods.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
@@ -80,30 +80,33 @@ class ASP:
         custom_layer_dict: Mapping[type, Sequence[str]] = {},
         allow_permutation: bool = True,
     ) -> None:
-        """Choose the weights to prune and register their masks, all ones, as buffers.
+        """Choose the weights to prune, and register their masks as buffers of ones.
 
-        Of weights that require gradients, those are chosen that have a multiple of 8 output and of
-        16 input channels, as tensor cores need; others are skipped with a notice. To resume, call
-        this and :meth:`init_optimizer_for_pruning`, then load the checkpoint.
+        It chooses weights that require gradients. Their numbers of output and input channels must
+        be multiples of 8 and 16, as tensor cores need. Others are skipped with a log message. To
+        resume a training, call this and :meth:`init_optimizer_for_pruning`, then load the
+        checkpoint.
 
         Args:
-            model: The network, before it is wrapped.
+            model: The network, before you wrap it.
             mask_calculator: A pattern of :func:`~apex.contrib.sparsity.create_mask`, or a function
-                of a weight that returns its mask.
-            verbosity: 1: say what is skipped and why; 2: and what is pruned; 3: and what will be.
-            whitelist: Classes of layers.
-            allowed_layer_names: Names of layers to prune; None for all of these classes.
+                that returns the mask of a weight.
+            verbosity: 1 logs what is skipped and why, 2 also what is pruned, 3 also what will be.
+            whitelist: Classes of layers to prune.
+            allowed_layer_names: Names of layers to prune; None for all layers of these classes.
             disallowed_layer_names: Names of layers not to prune.
-            allow_recompute_mask: Keep pruned values in buffers ``__<parameter>_mma_pruned_p``, as
-                large as the weights, to compute masks again or to restore.
-            custom_layer_dict: More classes, with the names of the parameters to prune.
+            allow_recompute_mask: Keep pruned values, so that you can compute masks again or restore
+                the weights. The buffers, ``__<parameter>_mma_pruned_p``, are as large as the
+                weights.
+            custom_layer_dict: Further classes, with the names of their parameters to prune.
             allow_permutation: See :meth:`set_permutation_saving_params`.
 
         Raises:
-            ASPError: There is a model already; :meth:`reset` forgets it.
-            TypeError: ``model`` is not a module, the calculator no function, or names a string.
-            ValueError: An unknown pattern, a class whose parameters are not known, or a parameter
-                of ``custom_layer_dict`` that its layer does not have.
+            ASPError: ASP has a model already. Call :meth:`reset` to remove it.
+            TypeError: ``model`` is not a module, the calculator is not a function, or a list of
+                names is a string.
+            ValueError: A pattern is unknown, the parameters of a class are not known, or a layer
+                lacks a parameter of ``custom_layer_dict``.
         """
         if cls._state is not None:
             raise ASPError(
@@ -142,11 +145,14 @@ class ASP:
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Have each step of ``optimizer`` mask gradients before and weights after it.
+        """Make each step of ``optimizer`` mask the gradients first and the weights at the end.
 
-        Before or after ``amp.initialize``. Raises ``TypeError`` if it takes no step hooks, and
-        ``ASPError`` if this was called already, or before :meth:`init_model_for_pruning`, or if
-        channels were permuted and the optimizer has a state, which was not.
+        Call it before or after ``amp.initialize``.
+
+        Raises:
+            TypeError: ``optimizer`` does not support step hooks.
+            ASPError: You called this already, or before :meth:`init_model_for_pruning`; or channels
+                were permuted after the optimizer's state was made.
         """
         state = cls._needed("init_optimizer_for_pruning")
         if state.optimizer is not None:
@@ -168,13 +174,13 @@ class ASP:
 
     @classmethod
     def compute_sparse_masks(cls) -> None:
-        """Compute the masks from the weights and prune these.
+        """Compute the masks from the weights, and prune the weights.
 
-        The first time, channels are permuted before, see :meth:`set_permutation_saving_params`.
+        The first call permutes channels before; see :meth:`set_permutation_saving_params`.
 
         Raises:
-            ASPError: Weights are pruned already, in a loaded checkpoint say, and
-                ``allow_recompute_mask`` is not set; or there is no model.
+            ASPError: Weights are pruned already, for example by a loaded checkpoint, and
+                ``allow_recompute_mask`` is not set; or ASP has no model.
         """
         state = cls._needed("compute_sparse_masks")
         state.restore("compute masks again")
@@ -186,12 +192,16 @@ class ASP:
 
     @classmethod
     def restore_pruned_weights(cls) -> None:
-        """Bring the pruned values back, bit for bit, if ``allow_recompute_mask`` is set."""
+        """Restore the pruned values, bit for bit. Needs ``allow_recompute_mask``."""
         cls._needed("restore_pruned_weights").restore("restore pruned weights")
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
-        """Return whether the weights are pruned; ``ASPError`` if some are and some are not."""
+        """Return whether the weights are pruned.
+
+        Raises:
+            ASPError: Only some of the weights are pruned, or ASP has no model.
+        """
         pruned = cls._needed("is_sparsity_enabled").pruned
         dense = [one for one in pruned if not one.is_sparse]
         if 0 < len(dense) < len(pruned):
@@ -208,9 +218,11 @@ class ASP:
 
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Prune ``torch.nn.Linear``, ``Conv2d`` and ``MultiheadAttention`` of a model at once.
+        """Prune the ``Linear``, ``Conv2d`` and ``MultiheadAttention`` layers of a trained model.
 
-        What remains is to train on. For other layers or masks there are the three calls in here.
+        Continue the training afterwards. For other layers or masks call
+        :meth:`init_model_for_pruning`, :meth:`init_optimizer_for_pruning` and
+        :meth:`compute_sparse_masks` instead.
         """
         _check_optimizer(optimizer)
         kinds = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
@@ -225,18 +237,19 @@ class ASP:
         save_permutation_graph: bool = False,
         permutation_output_dir: str = ".",
     ) -> None:
-        """Choose whether channels are permuted, and whether what was done is saved.
+        """Choose whether to permute channels, and whether to save the permutations.
 
-        The order of the channels between two layers is free: the network's function stays, but for
-        rounding, and which weights share a group of four changes. Where :mod:`torch.fx` cannot
-        trace the model, or an order is not free, channels stay, with a notice.
+        Permuting the channels between two layers changes which weights share a group of four.
+        Except for rounding it does not change the output of the network. If :mod:`torch.fx` cannot
+        trace the model, or the order of some channels matters, they stay in place, with a log
+        message.
 
         Args:
-            allow_permutation: Whether :meth:`compute_sparse_masks` may permute; it does if
-                :meth:`init_model_for_pruning` was told the same.
-            save_permutation_graph: Write ``model_offline_permutation_graph.json``: the layers of
-                each set of channels, and their order or why there is none.
-            permutation_output_dir: The folder for it.
+            allow_permutation: Whether :meth:`compute_sparse_masks` may permute channels. It does so
+                only if you passed True to :meth:`init_model_for_pruning` too.
+            save_permutation_graph: Write ``model_offline_permutation_graph.json``. It lists the
+                layers of each set of channels, and their order or the reason why they have none.
+            permutation_output_dir: Folder for this file.
         """
         if save_permutation_graph:
             pathlib.Path(permutation_output_dir).mkdir(parents=True, exist_ok=True)
@@ -245,10 +258,10 @@ class ASP:
 
     @classmethod
     def reset(cls) -> None:
-        """Forget model and optimizer: hooks and buffers are removed, weights stay as they are.
+        """Remove ASP's hooks and buffers from the model and the optimizer. Weights stay pruned.
 
-        Checkpoints are then those of the plain network. Not in the original, where another model
-        needs another process.
+        Checkpoints are then those of the plain network, and you can prune another model. The
+        original has no ``reset``.
         """
         state, cls._state, cls._permutation = cls._state, None, (True, None)
         for hook in state.hooks if state else ():

@@ -135,16 +135,16 @@ def create_mask(
     """Return the 2:4 mask of a weight, along its input channels.
 
     Args:
-        tensor: A weight: ``(entries,)``; ``(out, in)``; of convolutions ``(out, in, *kernel)``,
-            of which each position of the kernel is a matrix ``(out, in)``.
+        tensor: A weight of shape ``(entries,)`` or ``(out, in)``, or ``(out, in, *kernel)`` of a
+            convolution. Each position of the kernel is then a matrix ``(out, in)``.
         pattern: ``"m4n2_1d"``, ``"m4n2_2d_best"`` or ``"m4n2_2d_greedy"``.
-        density: The share that is kept: 0.5. The original did not look at it.
+        density: Share of weights to keep; must be 0.5. The original ignored it.
 
     Returns:
-        0 and 1, of the tensor's shape, dtype and device.
+        Zeros and ones, of the tensor's shape, dtype and device.
 
     Raises:
-        ValueError: Another pattern or density, or a tensor without dimensions.
+        ValueError: The pattern is unknown, the density is not 0.5, or the tensor has no dimensions.
 
     Example:
         >>> create_mask(torch.tensor([[0.1, -0.4, 0.3, 0.2]]))

@@ -1,4 +1,4 @@
-"""RNN transducer: the sums of the joint network, and the loss."""
+"""RNN transducer: the joint network's sum, and the loss."""
 
 from apex.contrib.transducer import _transducer_ref
 from apex.contrib.transducer.transducer import TransducerJoint, TransducerLoss

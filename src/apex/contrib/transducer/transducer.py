@@ -48,20 +48,20 @@ class TransducerJointFunc(torch.autograd.Function):
 
 
 class TransducerJoint(torch.nn.Module):
-    """``h[b, t, u] = f[b, t] + g[b, u]``, with ReLU and dropout if wanted, packed if wanted.
+    """Compute ``h[b, t, u] = f[b, t] + g[b, u]``, optionally with ReLU and dropout, and packed.
 
     Args:
-        pack_output: Return the cells of ``t < f_len`` and ``u < g_len`` alone, one after the other.
+        pack_output: Return only the cells with ``t < f_len`` and ``u < g_len``, in sequence.
         relu: Apply ReLU to the sum.
-        dropout: Apply dropout after it, in training mode.
-        opt: Accepted with no effect.
-        fwd_tile_size: Accepted with no effect.
-        dropout_prob: Which share of the elements is set to 0.
-        probe_mask: Append the mask of each call (bool, of the shape of h; True where ReLU and
-            dropout kept the element) to the list ``mask_probe``.
+        dropout: Apply dropout after that, in training mode.
+        opt: Has no effect.
+        fwd_tile_size: Has no effect.
+        dropout_prob: Share of the elements that is set to 0.
+        probe_mask: Append the mask of each call to the list ``mask_probe``. The mask is bool, has
+            the shape of h, and is True where ReLU and dropout kept the element.
 
     Raises:
-        ArgumentError: An option is not what it should be.
+        ArgumentError: An option has an unsupported value.
 
     Example:
         >>> joint, lengths = TransducerJoint(relu=True), torch.tensor([3, 2])
@@ -96,19 +96,21 @@ class TransducerJoint(torch.nn.Module):
         """Compute h, rounded once to the dtype of f and g.
 
         Args:
-            f: ``(B, T, H)``, any floating dtype: of the encoder.
-            g: ``(B, U, H)``, of the same dtype: of the predictor.
-            f_len: ``(B,)``, integers: how many time steps each sample has.
-            g_len: ``(B,)``, integers: how many positions.
-            batch_offset: ``(B,)``, integers, needed to pack: ``(f_len * g_len).cumsum(0)``.
-            packed_batch: Its last number, needed to pack; a tensor makes the host wait.
+            f: Output of the encoder, ``(B, T, H)`` in any floating dtype.
+            g: Output of the predictor, ``(B, U, H)`` in the same dtype.
+            f_len: Integers ``(B,)``: the number of time steps of each sample.
+            g_len: Integers ``(B,)``: the number of positions of each sample.
+            batch_offset: Integers ``(B,)``, needed to pack: ``(f_len * g_len).cumsum(0)``.
+            packed_batch: The last number of ``batch_offset``, needed to pack. If it is a tensor,
+                the host waits for it.
 
         Returns:
-            ``(B, T, U, H)``, -1 where a sample has no such cell; or ``(packed_batch, H)``.
+            ``(B, T, U, H)``, with -1 outside of a sample's cells; or ``(packed_batch, H)``.
 
         Raises:
-            ArgumentError: A type, dtype, shape or device is not what it should be.
-            IndexError: A length or offset is out of range, on a CPU. Elsewhere the sample is nan.
+            ArgumentError: An argument has an unsupported type, dtype, shape or device.
+            IndexError: A length or offset is out of range, on a CPU. On other devices the sample
+                is NaN.
         """
         return _called(
             TransducerJointFunc, f, g, f_len, g_len, self.pack_output, self.relu,
@@ -150,15 +152,15 @@ class TransducerLossFunc(torch.autograd.Function):
 
 
 class TransducerLoss(torch.nn.Module):
-    """The negative logarithm of the probability of the labels, over all alignments.
+    """Compute the negative log-probability of the labels, summed over all alignments.
 
     Args:
-        fuse_softmax_backward: Accepted with no effect: the gradient is always computed in one pass.
-        opt: Accepted with no effect.
-        packed_input: Whether the logits are packed, as :class:`TransducerJoint` packs.
+        fuse_softmax_backward: Has no effect: the gradient is always computed in one pass.
+        opt: Has no effect.
+        packed_input: Whether the logits are packed, as :class:`TransducerJoint` packs them.
 
     Raises:
-        ArgumentError: An option is not what it should be.
+        ArgumentError: An option has an unsupported value.
 
     Example:
         >>> x, label = torch.zeros(1, 3, 2, 5), torch.tensor([[1]])
@@ -185,24 +187,24 @@ class TransducerLoss(torch.nn.Module):
         """Compute the loss of each sample, in float64, and round it to the dtype of x.
 
         Args:
-            x: Logits ``(B, T, U, classes)``, or packed ``(rows, classes)``; any floating dtype. U
-                is one more than the most labels. Cells that are not used are not read.
-            label: ``(B, U - 1)``, integers.
-            f_len: ``(B,)``, integers: how many time steps each sample has.
-            y_len: ``(B,)``, integers: how many labels. There may be none.
-            blank_idx: The class that stands for the blank.
-            batch_offset: ``(B,)``, integers, if packed: ``(f_len * (y_len + 1)).cumsum(0)``.
-            max_f_len: T, if packed.
-            debug_list: An empty list gets alpha and beta, ``(B, T, U)``: float32, or float64 of
-                float64 logits.
+            x: Logits ``(B, T, U, classes)``, or packed ``(rows, classes)``, in any floating dtype.
+                U is the largest number of labels plus 1. Unused cells are not read.
+            label: Integers ``(B, U - 1)``.
+            f_len: Integers ``(B,)``: the number of time steps of each sample.
+            y_len: Integers ``(B,)``: the number of labels of each sample, which may be 0.
+            blank_idx: The class of the blank.
+            batch_offset: Integers ``(B,)`` for packed logits: ``(f_len * (y_len + 1)).cumsum(0)``.
+            max_f_len: T, for packed logits.
+            debug_list: If you pass an empty list, alpha and beta are appended to it. Both are
+                ``(B, T, U)`` in float32, or float64 for float64 logits.
 
         Returns:
             ``(B,)``.
 
         Raises:
-            ArgumentError: A type, dtype, shape or device is not what it should be.
-            IndexError: A length, label or offset is out of range, on a CPU. Elsewhere the sample's
-                loss is nan.
+            ArgumentError: An argument has an unsupported type, dtype, shape or device.
+            IndexError: A length, label or offset is out of range, on a CPU. On other devices the
+                loss of the sample is NaN.
         """
         return _called(
             TransducerLossFunc, x, label, f_len, y_len, batch_offset, max_f_len, blank_idx,

@@ -1,4 +1,4 @@
-"""Cross-entropy losses: of logits, and of a linear layer that computes the logits."""
+"""Cross-entropy losses of logits, and of a linear layer that computes the logits."""
 
 from apex.contrib.xentropy.linear_cross_entropy import (
     LinearCrossEntropyLoss,

@@ -17,18 +17,18 @@ _BALANCED: AccPolicy = "balanced"
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """A classifier's last layer together with its loss; see :func:`linear_cross_entropy`.
+    """A classifier's last layer together with its loss.
 
-    The weights are those of ``linear``, an ordinary ``torch.nn.Linear``. Call it where you need the
-    logits. Arguments are those of ``torch.nn``'s class of this name; those that are not listed are
-    the function's.
+    The attribute ``linear`` is an ordinary ``torch.nn.Linear`` with the weights; call it if you
+    need the logits. The arguments are those of torch's class of this name. See
+    :func:`linear_cross_entropy` for arguments that are not listed.
 
     Args:
-        in_features: Size of the last dimension of the input.
+        in_features: Size of the input's last dimension.
         num_classes: Number of classes.
         bias: Whether the layer has a bias.
-        device: Where its weights are.
-        dtype: Of its weights.
+        device: Device of the weights.
+        dtype: dtype of the weights.
     """
 
     # What modules that an older Apex pickled whole may lack.
@@ -71,7 +71,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
     @left_to_python
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Map ``(..., in_features)`` and ``(...)`` to the loss."""
+        """Compute the loss of an input ``(..., in_features)`` and targets ``(...)``."""
         return linear_cross_entropy(
             input,
             self.linear.weight,

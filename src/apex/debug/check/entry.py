@@ -16,24 +16,28 @@ from apex.debug.check.run import CheckRun
 
 @contextmanager
 def check(*made: Any, steps: int = 20, ignore: Iterable[str] = ()) -> Iterator[list[Finding]]:
-    """List the precision mistakes of the training in the block: what ``apex check`` prints.
+    """List the precision mistakes of the training in the block, as ``apex check`` does.
 
-    Numbers stay those of a run without it, bit for bit. Functions of torch that the program
-    imported by name before the block (``from torch.nn.utils import clip_grad_norm_``) are seen by
-    what they do.
+    The training computes the same numbers as without ``check``, bit for bit. Functions of torch
+    that you imported by name before the block (``from torch.nn.utils import clip_grad_norm_``) are
+    recognised by their effects.
 
     Args:
-        made: What was made before the block: model, optimizers. What is made in it is seen.
-        steps: How many steps of the optimizer are measured.
-        ignore: Kinds that are not told; ``docs/check.md`` lists all.
+        made: The optimizers, and the model, that you made before the block. ``check`` finds those
+            made in the block by itself.
+        steps: Number of optimizer steps to measure.
+        ignore: Kinds of mistakes to leave out; ``docs/check.md`` lists all kinds.
 
     Yields:
-        The findings: empty in the block, and filled at its end. Warns there if no optimizer made a
-        step, and if most of the last losses were not finite or most of the last steps were skipped.
+        A list that ``check`` fills with the findings at the end of the block.
+
+    Warns:
+        UserWarning: At the end of the block, if no optimizer made a step, if most of the last
+            losses were not finite, or if most of the last steps were skipped.
 
     Raises:
-        ValueError: ``steps`` is below 1, or there is no such kind.
-        TypeError: None of ``made`` is an optimizer.
+        ValueError: ``steps`` is below 1, or ``ignore`` has an unknown kind.
+        TypeError: You passed objects, but none of them is an optimizer.
 
     Example:
         >>> model = torch.nn.Linear(2, 2).bfloat16()

@@ -85,18 +85,23 @@ def whose_is(file: str) -> int:
 
 @dataclass
 class Finding:
-    """One mistake of a program, with what was measured.
+    """One precision mistake of a program, with its measurements.
 
     Attributes:
-        kind: A key of ``KINDS``.
-        file, line, function, text: Where it is.
-        sentence: What that line does.
-        fix: The lines that end it.
-        first: What was measured when it was first seen, in step ``first_step``; 0 for a number of
-            the whole run.
-        worst: The same when it was worst; empty if that was the first time.
-        count: In how many steps it was seen, of ``steps``.
-        ranks: Where it was seen, in a program of several ranks.
+        kind: The kind of mistake, such as ``"update-lost"``.
+        file: Path of the file that contains it.
+        line: Number of the line.
+        function: Name of the function.
+        text: Source of the line.
+        sentence: What the line does, in one sentence.
+        fix: Lines of code that fix it.
+        first: The first measurement.
+        first_step: The step of ``first``; 0 for a measurement of the whole run.
+        worst: The worst measurement; empty if it was the first one.
+        worst_step: The step of ``worst``.
+        count: Number of steps that had the mistake.
+        steps: Number of steps that were measured.
+        ranks: The ranks that had the mistake, in a distributed program.
     """
 
     kind: str
@@ -148,14 +153,14 @@ class Finding:
         self.steps = steps if self.count > measured else measured
 
     def measured(self) -> str:
-        """What was measured, in one line."""
+        """Return the measurements in one line."""
         if not self.first_step:
             return self.first
         worst = f"; worst in step {self.worst_step}: {self.worst}" if self.worst else ""
         return f"step {self.first_step}: {self.first}{worst} ({self.count} of {self.steps} steps)"
 
     def lines(self, number: int) -> list[str]:
-        """The finding as it is printed."""
+        """Return the finding as it is printed, in lines; ``number`` is put in front."""
         place = Place(self.file, self.line, self.function, self.text)
         ranks = f" (rank {', '.join(map(str, self.ranks))})" if self.ranks else ""
         head = [f"{number}  {self.kind}  {place}{ranks}", f"   {self.sentence}"]
@@ -168,6 +173,6 @@ class Finding:
         return cls(**{name: value for name, value in whole.items() if name != "measured"})
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the finding as a dict for JSON, with ``measured()`` under ``"measured"``."""
         whole = {name: value for name, value in asdict(self).items() if name[0] != "_"}
         return {**whole, "measured": self.measured()}

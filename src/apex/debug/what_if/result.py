@@ -27,21 +27,23 @@ COLOURS = {"safe": "#56B4E9", "look": "#F0E442", "not safe": "#D55E00", "not dec
 
 
 class WhatIf:
-    """What :func:`apex.debug.what_if` returns; ``print`` shows all of it.
+    """The result of :func:`apex.debug.what_if`; ``print`` shows all of it.
 
     Attributes:
-        model: The class of the model.
-        batches: How many were looked at.
-        formats: The names of the formats.
-        layers: Modules with products of their own, see :class:`Layer`.
-        ranges: Largest magnitudes, see :class:`Ranges`.
-        optimizer: Whose updates ``lost`` is about.
-        lost: Of each 16-bit type the share of updates that weights in it would lose.
-        large: Modules that give what float16 cannot hold, with the largest magnitude.
-        unseen: Modules with a weight matrix of which no product, or no gradient, was seen.
-        others: How often products were called that are not judged (``cdist``), by name.
-        levels: What became of the first batch at O1 and O2 (float16), and at O4 and O5 (bfloat16),
-            with the policy; empty if nothing was decided.
+        model: Name of the model's class.
+        batches: Number of batches measured.
+        formats: Names of the formats.
+        layers: The measured modules. Each has ``name``, ``kind`` (its class) and ``verdicts``, a
+            dict from format to verdict.
+        ranges: Largest magnitudes of the float32 passes: ``product``, ``output``, ``loss`` and
+            ``gradient``; and ``scale``, the largest loss scale for float16.
+        optimizer: Name of the optimizer whose updates ``lost`` counts.
+        lost: For each 16-bit type, the share of updates that weights in it would lose.
+        large: Modules whose outputs exceed the range of float16, with their largest magnitude.
+        unseen: Modules with a weight matrix whose products or gradients never occurred.
+        others: Number of calls of each product that is not judged, such as ``cdist``.
+        levels: Results of the first batch at O1 and O2 (float16) and at O4 and O5 (bfloat16), with
+            the policy. Empty if no layer was decided.
     """
 
     def __init__(self, study: Study, layers: list[Layer], updates: Updates) -> None:
@@ -56,17 +58,20 @@ class WhatIf:
             self.levels = study.levels(self.policy())
 
     def states(self, form: str, state: str) -> list[Layer]:
-        """The layers with one verdict on a format."""
+        """Return the layers whose verdict on the format ``form`` is ``state``.
+
+        A verdict is ``"safe"``, ``"look"``, ``"not safe"`` or ``"not decided"``.
+        """
         return [one for one in self.layers if one.verdicts[form].state == state]
 
     @property
     def is_decided(self) -> bool:
-        """Whether there is a verdict on any layer."""
+        """Whether any layer was decided in any format."""
         return any(v.state != "not decided" for one in self.layers for v in one.verdicts.values())
 
     @property
     def answer(self) -> str:
-        """Which levels to use, then a line for each format and for what else decides."""
+        """Advice on levels, then a line for each format and each other result."""
         return "\n".join(filter(None, map(" ".join, [self._advice(), *self._topics()])))
 
     def _advice(self) -> Iterator[str]:
@@ -176,7 +181,7 @@ class WhatIf:
         return text + (f", {len(bad)} {verb} not: {_names(bad)}." if bad else ".")
 
     def table(self) -> str:
-        """Layer by format: the verdict and the worst cosine, or inf."""
+        """Return a table of layers and formats with verdicts and worst cosines (or ``inf``)."""
         rows = [["layer", "kind", *self.formats]]
         for one in self.layers:
             cells = [verdict.cell for verdict in one.verdicts.values()]
@@ -185,7 +190,7 @@ class WhatIf:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def reasons(self) -> str:
-        """A line for each suspect, then ranges and what was not seen."""
+        """Return the reason for each verdict other than safe, the ranges, and what is missing."""
         lines = [_reason(x, f) for f in self.formats for x in self.layers if x.verdicts[f].why]
         r = self.ranges
         sizes = f"product {r.product:.2g}, output {r.output:.2g}, gradient {r.gradient:.2g}"
@@ -206,10 +211,10 @@ class WhatIf:
         return f"{self.answer}\n\n{self.table()}\n\n{self.reasons()}"
 
     def policy(self) -> dict[str, Any]:
-        """What ``amp.initialize(..., policy=...)`` takes: the layers that are not safe.
+        """Return a policy for ``amp.initialize(..., policy=...)`` that lists the unsafe layers.
 
         Raises:
-            ValueError: Nothing was decided.
+            ValueError: No layer was decided.
         """
         if not self.is_decided:
             raise ValueError(
@@ -226,11 +231,11 @@ class WhatIf:
         return {MARK: VERSION, "model": self.model, "batches": self.batches, "formats": formats}
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`policy` as JSON."""
+        """Write :meth:`policy` to a JSON file."""
         Path(path).write_text(json.dumps(self.policy(), indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw layers by formats into a PNG, SVG or PDF file; needs matplotlib."""
+        """Draw the table of layers and formats into a PNG, SVG or PDF file. Needs matplotlib."""
         if importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib")
         from matplotlib.figure import Figure
@@ -292,31 +297,33 @@ def what_if(
     limit: int = 64,
     progress: Callable[[int, int], object] | None = None,
 ) -> WhatIf:
-    """Measure, layer by layer, in which formats a model can be trained; on any device.
+    """Measure for each layer of a model in which formats it can be trained, on any device.
 
-    Each layer's own results (product, gradients of inputs and weight matrices) are computed in
-    float32 and in the formats, from the same inputs and output gradients, and compared by cosine.
-    Then a copy of the model runs the first batch at O1, O2, O4 and O5, with the policy that comes
-    out. The model, its buffers and gradients, the optimizer and the states of random numbers are
-    afterwards what they were, bit for bit.
+    apex computes each layer's product and its gradients in float32 and in the formats, from the
+    same inputs and output gradients, and compares them by cosine. A copy of the model then runs the
+    first batch at O1, O2, O4 and O5 with the resulting policy. The model, its buffers and
+    gradients, the optimizer and the random number generators stay unchanged, bit for bit.
 
     Args:
-        model: In float32, in the mode (``train()``) in which it is to be looked at; not after
+        model: A float32 model in training mode (or the mode that you want to measure), before
             ``amp.initialize``.
-        loss: ``loss(model, batch)`` gives a scalar, as for ``apex bench``.
-        batches: At least 8, on the model's device; fewer decide nothing.
-        formats: Among ``"float16"``, ``"bfloat16"`` and ``"e4m3"`` (results in bfloat16, gradients
-            in e5m2, a scale for each tensor).
-        optimizer: Whose updates are compared with the precision of 16-bit weights; a copy of it
-            steps copies of the weights. ``None`` for AdamW at a learning rate of 0.001.
-        limit: The most batches that are looked at.
-        progress: Called after each pass over a batch with how many are done, and of how many.
+        loss: Function ``loss(model, batch)`` that returns a scalar, as for ``apex bench``.
+        batches: Batches on the model's device. A verdict needs at least 8.
+        formats: Any of ``"float16"``, ``"bfloat16"`` and ``"e4m3"``. The last one means e4m3
+            operands, e5m2 gradients, bfloat16 results, and a scale for each tensor.
+        optimizer: The optimizer whose updates are compared with the precision of 16-bit weights. A
+            copy of it steps copies of the weights. ``None`` means AdamW at a learning rate of
+            0.001.
+        limit: Largest number of batches to measure.
+        progress: Function that is called after each pass over a batch with the number of finished
+            passes and the number of all passes.
 
     Returns:
-        The answer: ``print`` it, ``save`` its policy for ``amp.initialize(policy=...)``, ``plot``.
+        The result, which you can ``print`` and ``plot``. Its ``save`` writes a policy for
+        ``amp.initialize(policy=...)``.
 
     Raises:
-        TypeError: An argument is of another type, or ``loss`` gives no scalar.
+        TypeError: An argument has the wrong type, or ``loss`` does not return a scalar.
         ValueError: A format is unknown, the model is not in float32, there is no batch, or the loss
             or a gradient is not finite in float32.
     """

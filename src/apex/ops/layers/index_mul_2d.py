@@ -65,22 +65,22 @@ OP = op(
 def index_mul_2d(in1: torch.Tensor, in2: torch.Tensor, idx1: torch.Tensor) -> torch.Tensor:
     """Compute ``in1[idx1] * in2`` for two matrices.
 
-    Gradients are added up in a fixed order, so every run has the same bits; gradients of gradients
-    work.
+    Gradients are added up in a fixed order, so every run computes the same bits. You can
+    differentiate it twice.
 
     Args:
-        in1: ``(M, D)``, any floating dtype.
-        in2: ``(N, D)``, any floating dtype.
-        idx1: ``(N,)``, numbers of rows of ``in1``, any integer dtype; negative ones are refused.
+        in1: ``(M, D)``, in any floating dtype.
+        in2: ``(N, D)``, in any floating dtype.
+        idx1: Integers ``(N,)``: the numbers of rows of ``in1``, from 0 to M - 1.
 
     Returns:
         ``(N, D)``, in the dtype that torch promotes both to, rounded once.
 
     Raises:
-        ArgumentError: A type, dtype, shape or device is not what it should be; it is a
+        ArgumentError: An argument has an unsupported type, dtype, shape or device. It is a
             RuntimeError, TypeError and ValueError.
-        IndexError: An index is out of range or negative, on a CPU. On a GPU that row is nan, or
-            torch's own function stops with an assertion there.
+        IndexError: An index is out of range or negative, on a CPU. On a GPU the row is NaN, or
+            torch's own function stops with a device-side assertion.
 
     Example:
         >>> in1, in2 = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(3, 2)

@@ -114,21 +114,23 @@ by_row(OP, _invariant, pieces=SimpleNamespace(forward=_forward, backward=_backwa
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU, ``silu(gate) * up`` with ``silu(x) = x * sigmoid(x)``, in one kernel each way.
+    """Compute SwiGLU, ``silu(gate) * up`` with ``silu(x) = x * sigmoid(x)``, in one kernel.
 
-    Shazeer, arXiv:2002.05202, equation 5: ``gate`` is ``x @ W`` and ``up`` is ``x @ V`` there.
-    Computed in float32 (float64 if a tensor is) and rounded once. Under ``torch.autocast`` both
-    tensors are cast to its dtype.
+    The backward pass is one kernel too. Both compute in float32, or in float64 if a tensor is
+    float64, and round once. Under ``torch.autocast`` both tensors are cast to its dtype.
+
+    Source: Shazeer, arXiv:2002.05202, equation 5, where ``gate`` is ``x @ W`` and ``up`` is
+    ``x @ V``.
 
     Args:
-        gate: Of any shape; float16, bfloat16, float32 or float64.
-        up: Of the same shape and device, and of any of these dtypes.
+        gate: Tensor of any shape, in float16, bfloat16, float32 or float64.
+        up: Tensor of the same shape and device, in any of these dtypes.
 
     Returns:
-        Of the shape of ``gate``, in the dtype that torch promotes both to.
+        Tensor of the same shape, in the dtype that torch promotes both to.
 
     Raises:
-        ArgumentError: One is no tensor, on another device, of another shape or not floating; it is
+        ArgumentError: An argument is not a floating tensor, or the shapes or devices differ. It is
             a RuntimeError, TypeError and ValueError.
 
     Example:

@@ -190,12 +190,12 @@ TABLES = TableCache()
 
 
 def release_captured() -> None:
-    """Release the tables of addresses that captured CUDA graphs hold.
+    """Release the tables of addresses that captured CUDA graphs use.
 
-    A graph that was captured around optimizer steps, norms or functions of ``amp_C`` reads small
-    tables (16 bytes for each tensor of a list) at each replay. Nothing says when the graph is
-    deleted, so the tables stay until this is called. Call it when every such graph is gone: a graph
-    that is replayed afterwards reads memory that may hold something else.
+    If you capture optimizer steps, norms or functions of ``amp_C``, the graph reads small tables at
+    each replay: 16 bytes for each tensor of a list. apex does not learn when you delete the graph,
+    so it keeps the tables until you call this function. Call it only after you have deleted every
+    such graph, because later replays would read memory that is in use for something else.
 
     Example:
         >>> graph = None  # was a torch.cuda.CUDAGraph

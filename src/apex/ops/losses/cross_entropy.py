@@ -280,7 +280,7 @@ def losses(
     padding_idx: int = 0,
     half_to_float: bool = False,
 ) -> torch.Tensor:
-    """Compute the loss of each row: :func:`cross_entropy` with the arguments of NVIDIA's Apex."""
+    """Compute the loss of each row, with the arguments of NVIDIA's Apex."""
     try:
         y = OP.usual(logits, labels, smoothing, padding_idx)
     except (IndexError, RuntimeError):

@@ -210,42 +210,45 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's arguments, and those of la
 ) -> torch.Tensor:
     """Compute ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)`` in pieces.
 
-    The logits are made for ``chunk_size`` rows at a time, so that from 4,096 rows on a forward and
-    backward pass needs less than a seventh of the memory. On a CPU and on ROCm the gradient of a
-    16-bit weight also takes float32 copies of a piece's input and of 4,096 columns of its logits;
-    with torch 2.9 on CUDA a float32 product of 4,096 rows of the weight. On a CPU with AVX-512 but
-    without bfloat16 instructions 256 rows of bfloat16 logits are in float32, too.
+    Only the logits of ``chunk_size`` rows are in memory at a time. With 4,096 rows or more, a
+    forward and backward pass needs less than a seventh of the memory. In some cases the gradient
+    needs float32 copies in addition:
+
+    * CPU and ROCm, 16-bit weight: a piece's input, and 4,096 columns of its logits.
+    * CUDA with torch 2.9, 16-bit weight: a product of 4,096 rows of the weight.
+    * CPU with AVX-512 but without bfloat16 instructions: 256 rows of bfloat16 logits.
 
     Args:
         input: ``(..., features)``.
         weight: ``(classes, features)``; may be tied to an embedding.
-        targets: ``(...)``, class numbers of any integer dtype.
+        targets: ``(...)``: class numbers in any integer dtype.
         bias: ``(classes,)`` or ``None``.
         ignore_index: Target of rows that do not count.
         label_smoothing: Fraction of the target that is spread evenly over all classes.
-        reduction: ``"mean"`` over the rows that count (nan if none does), ``"sum"``, or ``"none"``.
-        chunk_size: Rows at a time; by default an eighth of them, but at least 1,024, in whole tiles
-            of 128 rows and at most 2**28 logits (512 MiB in 16 bits).
-        acc_policy: ``"balanced"``, or ``"compact"`` to need at most an eighth of the logits'
-            memory, beyond gradients, from 1,025 rows on: less than an eighth of the rows at a time
-            by default, and no other copy of the gradients. No GPU has timed it.
-        acc_dtype: In what the gradient of ``weight`` adds up over the pieces of ``"compact"``: its
-            own dtype, the default, which rounds it once for each piece; or ``torch.float32``, which
-            takes another copy of 16-bit weights. ``"balanced"`` adds up in float32.
-        softcap: Bound of the logits: ``softcap * tanh(logits / softcap)``, as Gemma 2 has it.
-        temperature: What the logits are divided by, after ``softcap``.
-        z_loss: Adds ``z_loss * logsumexp(logits) ** 2`` to the loss of each row that counts, as
-            PaLM has it (1e-4 there). With one of these three the backward makes the logits once
-            more, also for ``"mean"`` and ``"sum"``, and no kernel of ours runs on a piece.
+        reduction: ``"mean"`` over the rows that count (NaN if none does), ``"sum"`` or ``"none"``.
+        chunk_size: Number of rows in a piece. The default is an eighth of all rows, but at least
+            1,024, in whole tiles of 128 rows, and at most 2**28 logits (512 MiB in 16 bits).
+        acc_policy: ``"balanced"``, or ``"compact"`` to save memory. With 1,025 rows or more
+            ``"compact"`` needs at most an eighth of the logits' memory beyond gradients. Its pieces
+            are smaller by default, and it makes no other copy of the gradients. It has not been
+            timed on a GPU.
+        acc_dtype: The dtype in which ``"compact"`` adds up the gradient of ``weight``. The default
+            is the weight's own dtype, which rounds once for each piece. ``torch.float32`` needs
+            another copy of 16-bit weights. ``"balanced"`` always uses float32.
+        softcap: Bound of the logits: ``softcap * tanh(logits / softcap)``, as in Gemma 2.
+        temperature: Divisor of the logits, after ``softcap``.
+        z_loss: Adds ``z_loss * logsumexp(logits) ** 2`` to the loss of each row that counts, as in
+            PaLM (with 1e-4). If you pass ``softcap``, ``temperature`` or ``z_loss``, the backward
+            pass computes the logits again, and pieces run without Triton kernels.
 
     Returns:
-        0-dim, or ``(...)`` for ``"none"``; float32, or float64 for float64 input.
+        0-dim tensor, or ``(...)`` for ``"none"``, in float32, or float64 for float64 input.
 
     Raises:
-        ArgumentError: A dtype, shape, device or option is not what it should be, or dtypes differ
-            outside of autocast. It is a TypeError, a ValueError and a RuntimeError.
-        IndexError: A target is out of range, on the CPU; on a device the loss is nan, or torch's
-            own function stops with an assertion there.
+        ArgumentError: An argument has an unsupported dtype, shape, device or value, or dtypes
+            differ outside of autocast. It is a TypeError, a ValueError and a RuntimeError.
+        IndexError: A target is out of range, on a CPU. On a GPU the loss is NaN, or torch's own
+            function stops with a device-side assertion.
 
     Example:
         >>> hidden, weight = torch.zeros(2, 3), torch.zeros(4, 3)
@@ -316,26 +319,26 @@ def linear_log_probs(
 ) -> row_numbers.LogProbs:
     """Compute each row's log-probability of its target, and the entropy of its distribution.
 
-    Both are differentiable, and neither pass has all logits in memory: the backward makes them once
-    more. Arguments are those of :func:`linear_cross_entropy`.
+    Both are differentiable. Neither pass has all logits in memory, because the backward pass
+    computes them again. See :func:`linear_cross_entropy` for more on the arguments.
 
     Args:
         input: ``(..., features)``.
         weight: ``(classes, features)``.
-        targets: ``(...)``, class numbers of any integer dtype.
+        targets: ``(...)``: class numbers in any integer dtype.
         bias: ``(classes,)`` or ``None``.
-        ignore_index: Target of rows whose numbers and gradients are 0.
+        ignore_index: Target of rows whose results and gradients are 0.
         softcap: Bound of the logits, or ``None``.
-        temperature: What the logits are divided by, after ``softcap``.
-        chunk_size: Rows at a time.
+        temperature: Divisor of the logits, after ``softcap``.
+        chunk_size: Number of rows in a piece.
         acc_policy: ``"balanced"`` or ``"compact"``.
-        acc_dtype: In what the gradient of ``weight`` adds up with ``"compact"``.
+        acc_dtype: The dtype in which ``"compact"`` adds up the gradient of ``weight``.
 
     Returns:
         ``(log_probs, entropy)``, each ``(...)``, in float32, or float64 for float64 input.
 
     Raises:
-        ArgumentError: As :func:`linear_cross_entropy`.
+        ArgumentError: As in :func:`linear_cross_entropy`.
         IndexError: A target is out of range, on the CPU.
 
     Example:

@@ -64,20 +64,20 @@ class _Sampler(ABC):
 
 
 class MegatronPretrainingSampler(_Sampler):
-    """Samples in their order: each rank gets its part of each global batch.
+    """Yield this rank's part of each global batch, in the order of the dataset.
 
     Args:
-        total_samples: Of the dataset.
-        consumed_samples: How many of them, from the first on, were used; set at each resume.
-        local_minibatch_size: Samples of one rank's batch.
-        data_parallel_rank: Of this process.
-        data_parallel_size: Ranks with different samples.
-        drop_last: Whether a last, smaller global batch is dropped. If not, its first samples go to
-            the first rank; the last ranks may get fewer, or an empty list.
+        total_samples: Number of samples of the dataset.
+        consumed_samples: Number of samples that were used already. Set it when you resume.
+        local_minibatch_size: Number of samples in one rank's batch.
+        data_parallel_rank: Data-parallel rank of this process.
+        data_parallel_size: Number of ranks with different samples.
+        drop_last: Drop a last, smaller global batch. Otherwise its first samples go to the first
+            rank, and the last ranks may get fewer samples, or an empty list.
 
     Raises:
-        ArgumentError: There is nothing left to sample, or a number is out of range; it is a
-            RuntimeError, TypeError and ValueError.
+        ArgumentError: No sample is left, or a number is out of range. It is a RuntimeError,
+            TypeError and ValueError.
 
     Example:
         >>> list(MegatronPretrainingSampler(10, 2, 2, data_parallel_rank=1, data_parallel_size=2))
@@ -115,15 +115,15 @@ class MegatronPretrainingSampler(_Sampler):
 
 
 class MegatronPretrainingRandomSampler(_Sampler):
-    """Samples in a random order, in which no two ranks share any; one order for each epoch.
+    """Yield batches in a random order that differs in each epoch. Ranks share no samples.
 
-    Each rank has a block of the dataset for itself, and shuffles it with the epoch's number as the
-    seed. The samples that do not fill a last global batch are left out. ``consumed_samples`` counts
-    on with every batch, so that a second loop over the sampler is the next epoch.
+    Each rank has its own block of the dataset, and shuffles it with the epoch's number as the seed.
+    Samples that do not fill a last global batch are left out. Every batch adds to
+    ``consumed_samples``, so a second loop over the sampler is the next epoch.
 
-    Arguments and errors are those of `MegatronPretrainingSampler`, without ``drop_last``;
-    ``consumed_samples`` counts those of all epochs, and a loop raises if there are fewer samples
-    than a global batch has.
+    Arguments and errors are those of `MegatronPretrainingSampler`, without ``drop_last``.
+    ``consumed_samples`` counts the samples of all epochs. A loop raises an error if a global batch
+    needs more samples than there are.
 
     Example:
         >>> sampler = MegatronPretrainingRandomSampler(8, 0, 2, 1, 2)

@@ -1,4 +1,4 @@
-"""Mixed precision for models that are spread over ranks."""
+"""Mixed precision for models that are split over ranks."""
 
 from apex._upstream.missing import explain_attributes
 from apex.transformer.amp.grad_scaler import GradScaler

@@ -13,19 +13,18 @@ from apex.transformer.utils import check_member
 class GradScaler(amp.GradScaler):
     """:class:`apex.amp.GradScaler` that by default skips a step on all ranks of a model.
 
-    These are the model-parallel group of :mod:`apex.transformer.parallel_state` where that is
-    initialised, as in Apex, and else all ranks of the program.
+    These ranks are the model-parallel group of :mod:`apex.transformer.parallel_state`, as in Apex.
+    If that is not initialised, they are all ranks of the program. Without ``torch.distributed`` the
+    process decides alone.
 
-    Without ``torch.distributed`` it decides alone. Every rank of the group calls ``unscale_`` or
-    ``step`` for as many optimizers, in the same order; a rank whose optimizer got no gradient
-    takes part too.
+    Every rank of the group must call ``unscale_`` or ``step`` for as many optimizers, in the same
+    order. This includes ranks whose optimizer has no gradients.
 
-    Arguments that are not listed are torch's.
+    The other arguments are those of torch's ``GradScaler``.
 
     Args:
-        device: Type of the device that losses are on; by default this machine's accelerator, or
-            ``"cpu"`` where there is none.
-        process_group: The ranks that skip together.
+        device: Device type of the losses; by default this machine's accelerator, or ``"cpu"``.
+        process_group: The ranks that skip steps together.
 
     Raises:
         ArgumentError: This process is not in ``process_group``.

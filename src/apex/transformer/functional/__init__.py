@@ -1,4 +1,4 @@
-"""Functions of attention layers: softmaxes with scale and mask, rotary position embeddings."""
+"""Functions of attention layers: softmax with a scale and a mask, and rotary embeddings."""
 
 from apex.transformer.functional.fused_rope import (
     fused_apply_rotary_pos_emb,

@@ -1,8 +1,7 @@
-"""Softmaxes of attention scores with a scale and a mask, as Megatron-style programs call them.
+"""Softmax of attention scores with a scale and a mask, as Megatron-style programs call it.
 
-All are :mod:`apex.ops.layers.scaled_softmax`: float32 inside, one rounding, masked scores become
--10000 and a fully masked row zeros. Any length of queries and keys, any device, every floating
-dtype.
+All functions compute in float32 and round once. A masked score becomes -10000, and a fully masked
+row becomes zeros. They support any number of queries and keys, any device and every floating dtype.
 """
 
 # Annotations are no strings here: TorchScript would not find their names.
@@ -38,22 +37,22 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @left_to_python
 def scaled_masked_softmax(inputs: torch.Tensor, mask: Optional, scale: float) -> torch.Tensor:
-    """Softmax of ``scale * inputs`` over the last dimension, without what a mask rules out.
+    """Compute the softmax of ``scale * inputs`` over the last dimension, without masked keys.
 
     Under ``torch.autocast`` the inputs are cast to its dtype.
 
     Args:
-        inputs: ``(batch, heads, queries, keys)``; float16, bfloat16, float32 or float64.
-        mask: ``(batch, 1, queries, keys)``, or 1 for any of the sizes; bool, or uint8 in which 1
-            is masked and any other number is not. ``None``: nothing is masked.
+        inputs: ``(batch, heads, queries, keys)`` in float16, bfloat16, float32 or float64.
+        mask: ``(batch, 1, queries, keys)``, where any size may be 1. A bool mask hides keys that
+            are True, a uint8 mask those that are 1. ``None`` masks nothing.
         scale: A number.
 
     Returns:
-        Of the shape and dtype of the inputs. Where every key of a query is masked, or no score is
-        above -10000, zeros.
+        Tensor of the shape and dtype of the inputs. A row is zero if all its keys are masked, or if
+        no score is above -10000.
 
     Raises:
-        ArgumentError: A type, dtype, shape or device is not what it should be; it is a
+        ArgumentError: An argument has an unsupported type, dtype, shape or device. It is a
             RuntimeError, TypeError and ValueError.
 
     Example:
@@ -69,19 +68,24 @@ generic_scaled_masked_softmax = scaled_masked_softmax  # Apex: kernels for any n
 
 @left_to_python
 def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: Any, scale: float) -> torch.Tensor:
-    """Softmax of ``scale * inputs`` in which no query sees a later key: 0 above the diagonal.
+    """Compute the causal softmax of ``scale * inputs``: the result is 0 above the diagonal.
 
     Args:
-        inputs: ``(..., queries, keys)``, as many of both; see :func:`scaled_masked_softmax`.
-        _: Not looked at.
+        inputs: ``(..., queries, keys)``, with as many queries as keys.
+        _: Ignored.
         scale: A number.
+
+    See :func:`scaled_masked_softmax` for dtypes and errors.
     """
     name = "scaled_upper_triang_masked_softmax"
     return ops.scaled_softmax(inputs, None, scale, causal=True, name=name)
 
 
 class ScaledMaskedSoftmax(Applied):
-    """:func:`scaled_masked_softmax` by ``apply(inputs, mask, scale)``, whatever autocast says."""
+    """Autograd function of :func:`scaled_masked_softmax`, which autocast does not cast.
+
+    Call ``ScaledMaskedSoftmax.apply(inputs, mask, scale)``.
+    """
 
     function = staticmethod(scaled_masked_softmax)
     gradient = "output_grads"
@@ -96,7 +100,7 @@ def _scaled_softmax(inputs: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 class ScaledSoftmax(Applied):
-    """The same without a mask: ``apply(inputs, scale)``."""
+    """:class:`ScaledMaskedSoftmax` without a mask. Call ``ScaledSoftmax.apply(inputs, scale)``."""
 
     function = staticmethod(_scaled_softmax)
     gradient = "output_grads"
@@ -108,7 +112,10 @@ def _causal_softmax(inputs: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 class ScaledUpperTriangMaskedSoftmax(Applied):
-    """:func:`scaled_upper_triang_masked_softmax` by ``apply(inputs, scale)``."""
+    """Autograd function of :func:`scaled_upper_triang_masked_softmax`.
+
+    Call ``ScaledUpperTriangMaskedSoftmax.apply(inputs, scale)``.
+    """
 
     function = staticmethod(_causal_softmax)
     gradient = "output_grads"
@@ -117,22 +124,23 @@ class ScaledUpperTriangMaskedSoftmax(Applied):
 class FusedScaleMaskSoftmax(torch.nn.Module):
     """Scale, mask and softmax of attention scores.
 
-    Apex's rule for its kernels, :meth:`is_kernel_available`, decides who masks: the function of the
-    two above, or ``mask_func``. The numbers are the same if ``mask_func`` fills with -10000. A
-    ``causal`` layer hides later keys from every query, and what is masked, on both ways.
+    As in Apex, :meth:`is_kernel_available` decides what applies the mask: one of this module's
+    functions, or your ``mask_func``. The results are equal if ``mask_func`` fills with -10000. A
+    ``causal`` layer always hides later keys from each query, in addition to the mask.
 
     Args:
         input_in_fp16: Whether scores are float16.
-        input_in_bf16: Whether scores are bfloat16; not both.
+        input_in_bf16: Whether scores are bfloat16. At most one of the two may be true.
         attn_mask_type: ``AttnMaskType.padding`` or ``AttnMaskType.causal``.
-        scaled_masked_softmax_fusion: Whether the functions may be used.
-        mask_func: ``mask_func(scores, mask)`` returns masked scores; it gets float32 (float64).
-        softmax_in_fp32: Must be true if there is a scale; it is always computed so.
+        scaled_masked_softmax_fusion: Whether the layer may use this module's functions.
+        mask_func: Function ``mask_func(scores, mask)`` that returns masked scores. It receives
+            float32 scores (float64 for float64).
+        softmax_in_fp32: Must be true if you pass a scale. The softmax is always float32.
         scale: A number, or ``None`` for 1.
 
     Raises:
         RuntimeError: Both dtypes are true, or there is a scale without ``softmax_in_fp32``.
-        ValueError: ``attn_mask_type`` is another.
+        ValueError: ``attn_mask_type`` is unknown.
     """
 
     __jit_ignored_attributes__ = ("attn_mask_type", "mask_func")  # TorchScript leaves us to Python
@@ -175,14 +183,14 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @left_to_python
     def forward(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
-        """Compute it.
+        """Compute the softmax.
 
         Args:
             input: Scores, ``(batch, heads, queries, keys)``.
-            mask: What :func:`scaled_masked_softmax` or ``mask_func`` takes, or ``None``.
+            mask: A mask for :func:`scaled_masked_softmax` or ``mask_func``, or ``None``.
 
         Returns:
-            Of the shape and dtype of the scores; in autocast's dtype under ``torch.autocast``.
+            Tensor of the shape and dtype of the scores, or in autocast's dtype.
         """
         if not isinstance(input, torch.Tensor) or input.dim() != 4:
             ops.check(type(self).__name__, input)
@@ -196,7 +204,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @left_to_python
     def is_kernel_available(self, mask: Optional, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether Apex had a kernel for a shape; here it decides about ``mask_func`` alone."""
+        """Return whether Apex had a kernel for a shape. If so, ``mask_func`` is not called."""
         causal = self._causal
         if not (self.scaled_masked_softmax_fusion and self.input_in_float16):
             return False
@@ -208,13 +216,13 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @left_to_python
     def forward_fused_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
-        """Compute without ``mask_func``."""
+        """Compute the softmax without ``mask_func``."""
         scale = 1.0 if self.scale is None else self.scale
         return ops.scaled_softmax(input, mask, scale, self._causal, name=type(self).__name__)
 
     @left_to_python
     def forward_torch_softmax(self, input: torch.Tensor, mask: Optional) -> torch.Tensor:
-        """Compute with ``mask_func``, which a program may have written itself."""
+        """Compute the softmax with ``mask_func``."""
         name = type(self).__name__
         if type(input) not in TENSOR_TYPES or input.dtype not in FLOATS or input.dim() < 2:
             ops.check(name, input)
@@ -236,12 +244,12 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
-        """How many rows a program of Apex's kernel took; ``sk`` alone matters."""
+        """Return how many rows a block of Apex's kernel processed, for ``sk`` keys."""
         return ops.batches_per_block(sk)
 
 
 class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
-    """The layer above for padding masks, without the rule about shapes."""
+    """:class:`FusedScaleMaskSoftmax` for padding masks, without the rule about shapes."""
 
     def __init__(
         self, input_in_fp16: bool, input_in_bf16: bool, scaled_masked_softmax_fusion: bool,
@@ -254,5 +262,5 @@ class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
 
     @left_to_python
     def is_kernel_available(self, mask: Optional, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether ``mask_func`` is not called: if fusion was asked for."""
+        """Return ``scaled_masked_softmax_fusion``: whether the layer avoids ``mask_func``."""
         return self.scaled_masked_softmax_fusion and sk > 0

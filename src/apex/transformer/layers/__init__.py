@@ -1,4 +1,4 @@
-"""Layer norms whose parameters say whether their input is split over sequence-parallel ranks."""
+"""Layer norms with an attribute that marks parameters of sequence-parallel layers."""
 
 from apex._upstream.missing import explain_attributes
 from apex.transformer.layers.layer_norm import FastLayerNorm, FusedLayerNorm, MixedFusedLayerNorm

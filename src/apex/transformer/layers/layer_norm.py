@@ -32,11 +32,11 @@ class _Marked(Marked):
 
 
 class FusedLayerNorm(_Marked, normalization.FusedLayerNorm):
-    """:class:`apex.normalization.FusedLayerNorm`, with its arguments and one more.
+    """:class:`apex.normalization.FusedLayerNorm` with one more argument.
 
     Args:
-        sequence_parallel_enabled: What the attribute of this name of its parameters says;
-            ``False`` by default, by keyword only.
+        sequence_parallel_enabled: Value of the attribute of this name that its parameters get.
+            Keyword only; ``False`` by default.
 
     Example:
         >>> FusedLayerNorm(4, sequence_parallel_enabled=True).bias.sequence_parallel_enabled
@@ -47,8 +47,8 @@ class FusedLayerNorm(_Marked, normalization.FusedLayerNorm):
 
 
 class MixedFusedLayerNorm(_Marked, normalization.MixedFusedLayerNorm):
-    """:class:`apex.normalization.MixedFusedLayerNorm`, likewise."""
+    """:class:`apex.normalization.MixedFusedLayerNorm` with ``sequence_parallel_enabled`` too."""
 
 
 class FastLayerNorm(_Marked, contrib.FastLayerNorm):
-    """:class:`apex.contrib.layer_norm.FastLayerNorm`, likewise."""
+    """:class:`apex.contrib.layer_norm.FastLayerNorm` with ``sequence_parallel_enabled`` too."""

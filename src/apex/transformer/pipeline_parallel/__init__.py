@@ -1,4 +1,4 @@
-"""Training of a model whose layers are spread over stages, as in Megatron's programs."""
+"""Training of a model whose layers are split over stages, as in Megatron's programs."""
 
 from apex._upstream.missing import explain_attributes
 from apex.transformer.pipeline_parallel.schedules import get_forward_backward_func

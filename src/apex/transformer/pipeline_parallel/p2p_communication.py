@@ -1,15 +1,17 @@
 """Tensors between neighbouring stages of a pipeline: activations forward, gradients backward.
 
-Each function is one ``torch.distributed.batch_isend_irecv``. Where there is no such neighbour,
-nothing is sent, and None is received. Functions with ``recv_prev`` or ``recv_next`` take the stages
-for a ring, and receive where the caller says so. All have these options, by keyword:
+Each function is one ``torch.distributed.batch_isend_irecv``. Without a neighbour it sends nothing
+and returns None. Functions with ``recv_prev`` or ``recv_next`` treat the stages as a ring, and
+receive only if that argument is true. All functions have these keyword options:
 
-* ``dtype``: of what is received; float32 by default.
-* ``async_comm``: whether a :class:`FutureTensor` is returned for what is received.
-* ``timers``: called with a name like ``"forward-recv"``; returns what has ``start`` and ``stop``.
+* ``dtype``: dtype of the received tensors; float32 by default.
+* ``async_comm``: return a :class:`FutureTensor` for a received tensor.
+* ``timers``: function that is called with a name such as ``"forward-recv"``, and returns an object
+  with ``start`` and ``stop``.
 * ``sequence_parallel_enabled``, ``sync_batch_comm``, ``batch_p2p_comm`` and
-  ``override_scatter_gather_tensors_in_pipeline`` change how Apex sends, not what; without effect.
-* ``overlap_p2p_comm``: ``False`` only.
+  ``override_scatter_gather_tensors_in_pipeline`` have no effect. In Apex they change how it sends,
+  not what.
+* ``overlap_p2p_comm``: must be ``False``.
 """
 
 import functools
@@ -38,7 +40,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class FutureTensor:
-    """A tensor that is on its way."""
+    """A tensor that may not have arrived yet."""
 
     def __init__(self, tensor: Tensor, waitfunc: Callable[[], Any]) -> None:
         self.tensor, self.waitfunc = tensor, waitfunc
@@ -131,7 +133,7 @@ def _after() -> list[str]:
 def recv_forward(
     tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Any
 ) -> Any:
-    """Return the output of the stage before."""
+    """Return the output of the previous stage."""
     return _communicate("forward-recv", options, tensor_shape, {}, *_before())[0]
 
 

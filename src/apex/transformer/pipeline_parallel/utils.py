@@ -1,6 +1,6 @@
 """The number of micro-batches of the process, and small functions of Megatron's training loops.
 
-The calculator is global, as in Apex: programs set it up once, and schedules and data loaders ask.
+As in Apex the calculator is global. Programs set it up once; schedules and data loaders use it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ _GLOBAL_NUM_MICROBATCHES_CALCULATOR: (
 
 
 def listify_model(model: T | list[T]) -> list[T]:
-    """Return a list of models as it is, and one model in a list."""
+    """Return a list of models unchanged, or a single model in a list."""
     return model if isinstance(model, list) else [model]
 
 
@@ -43,12 +43,12 @@ def setup_microbatch_calculator(
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
 ) -> None:
-    """Set the calculator up, once.
+    """Set up the calculator. Call it once.
 
-    Arguments are those of ``apex.transformer.microbatches.build_num_microbatches_calculator``.
+    See ``apex.transformer.microbatches.build_num_microbatches_calculator`` for the arguments.
 
     Raises:
-        ArgumentError: There is one already, or the sizes do not fit.
+        ArgumentError: The calculator exists already, or the sizes do not match.
     """
     if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         raise ArgumentError(
@@ -86,26 +86,27 @@ def _calculator() -> ConstantNumMicroBatches | RampupBatchsizeNumMicroBatches:
 
 
 def get_micro_batch_size() -> int:
-    """Return the samples of one rank in one forward."""
+    """Return the number of samples of one rank in one forward."""
     return _calculator().micro_batch_size
 
 
 def get_num_microbatches() -> int:
-    """Return the micro-batches of one step."""
+    """Return the number of micro-batches of one step."""
     return _calculator().get()
 
 
 def get_current_global_batch_size() -> int:
-    """Return the samples of all ranks in one step."""
+    """Return the number of samples of all ranks in one step."""
     return _calculator().get_current_global_batch_size()
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
-    """Set the sizes for the next step, where the global batch grows.
+    """Set the sizes for the next step, if the global batch grows.
 
     Args:
-        consumed_samples: Samples that all steps so far have used.
-        consistency_check: Whether to raise if the global batch is no whole number of micro-batches.
+        consumed_samples: Number of samples that all steps have used so far.
+        consistency_check: Raise an error if the global batch is not a whole number of
+            micro-batches.
     """
     _calculator().update(consumed_samples, consistency_check)
 
@@ -124,7 +125,7 @@ def _split_batch_into_microbatch(
 
 
 def get_kth_microbatch(batch: Any, k: int) -> Any:
-    """Return part ``k`` of each tensor of a list or tuple; anything else, an iterator, as it is."""
+    """Return part ``k`` of each tensor of a list or tuple. Return anything else unchanged."""
     if not isinstance(batch, (list, tuple)):
         return batch
     size = get_micro_batch_size()
@@ -137,7 +138,7 @@ def get_kth_microbatch(batch: Any, k: int) -> Any:
 
 
 def get_autoresume() -> None:
-    """Return None: there is no such service; for NVIDIA's clusters."""
+    """Return None. In Apex it returned a service of NVIDIA's clusters."""
 
 
 def get_timers() -> Any:
@@ -146,31 +147,34 @@ def get_timers() -> Any:
 
 
 def print_rank_0(message: str) -> None:
-    """Print on rank 0, or without ``torch.distributed``."""
+    """Print on rank 0 only, or always without ``torch.distributed``."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)  # noqa: T201
 
 
 def is_last_rank() -> bool:
-    """Whether this is the last of all ranks."""
+    """Return whether this is the last of all ranks."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
 def print_rank_last(message: str) -> None:
-    """Print on the last rank, or without ``torch.distributed``."""
+    """Print on the last rank only, or always without ``torch.distributed``."""
     if not dist.is_initialized() or is_last_rank():
         print(message, flush=True)  # noqa: T201
 
 
 def param_is_not_shared(param: torch.Tensor) -> bool:
-    """Whether a parameter is no copy of another stage's: its attribute ``shared`` is not true."""
+    """Return whether a parameter's attribute ``shared`` is missing or false.
+
+    The attribute marks copies of another stage's parameter.
+    """
     return not getattr(param, "shared", False)
 
 
 def unwrap_model(
     model: Any, module_instances: type | tuple[type, ...] = (DistributedDataParallel,)
 ) -> Any:
-    """Take wrappers off a model, or off each of a list."""
+    """Return a model, or each model of a list, without its wrappers."""
     found: list[Any] = []
     for module in listify_model(model):
         while isinstance(module, module_instances):
@@ -180,7 +184,7 @@ def unwrap_model(
 
 
 def get_model_type(model: torch.nn.Module) -> ModelType:
-    """Return what ``build_model`` was told about the model."""
+    """Return the ``model_type`` that was passed to ``build_model``."""
     kind: ModelType = unwrap_model(model).model_type
     return kind
 
@@ -189,9 +193,9 @@ def calc_params_l2_norm(model: Any, bf16: bool) -> float:
     """Return the norm of all parameters of all ranks of one copy of the model, summed in float32.
 
     Args:
-        model: One, or a list. Shared parameters are counted once, and those that tensor-parallel
-            ranks have in common.
-        bf16: A bool without effect: sums of 16-bit numbers are float32.
+        model: A model, or a list of models. Shared parameters count only once, and so do those that
+            are equal on tensor-parallel ranks.
+        bf16: A bool that has no effect: sums of 16-bit numbers are float32.
     """
     if not isinstance(bf16, bool):
         raise ArgumentError(f"calc_params_l2_norm: bf16 is {bf16!r}; pass a bool.")
@@ -205,14 +209,14 @@ def calc_params_l2_norm(model: Any, bf16: bool) -> float:
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean over the data-parallel ranks of each loss, 1-dimensional."""
+    """Return the mean of each loss over the data-parallel ranks, as a 1-dimensional tensor."""
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
     dist.all_reduce(averaged, group=parallel_state.get_data_parallel_group())
     return averaged / parallel_state.get_data_parallel_world_size()
 
 
 def report_memory(name: str) -> None:
-    """Print, on rank 0, memory in use, its peak, reserved, its peak; nothing on a CPU."""
+    """Print used and reserved memory and their peaks, on rank 0. Print nothing on a CPU."""
     if parallel_state.current_device().type != "cpu":
         numbers = (
             torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated(),
@@ -222,7 +226,10 @@ def report_memory(name: str) -> None:
 
 
 def print_params_min_max_norm(optimizer: torch.optim.Optimizer, iteration: int) -> None:
-    """Print iteration, rank, index, part or not, minimum, maximum and norm of each parameter."""
+    """Print a line for each parameter: its minimum, maximum and norm.
+
+    The line starts with the iteration, the rank, the parameter's index, and 1 if it is split.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for index, param in enumerate(params):
         x, part = param.detach(), int(getattr(param, "tensor_model_parallel", False))
@@ -241,14 +248,15 @@ def get_ltor_masks_and_position_ids(
 
     Args:
         data: Token ids, ``(batch, sequence)``.
-        eod_token: Id at the end of a document; it belongs to the document.
-        reset_position_ids: Whether positions begin at 0 in each document.
-        reset_attention_mask: Whether documents do not see each other.
-        eod_mask_loss: Whether the loss at ``eod_token`` is left out.
+        eod_token: Id of the last token of each document.
+        reset_position_ids: Start positions at 0 in each document.
+        reset_attention_mask: Hide the tokens of each document from the others.
+        eod_mask_loss: Mask the loss at ``eod_token``.
 
     Returns:
-        The attention mask, ``(batch or 1, 1, sequence, sequence)``, True where a key is hidden from
-        a query; the loss mask, float32 ``(batch, sequence)``; and positions, int64 likewise.
+        Three tensors. The attention mask is ``(batch or 1, 1, sequence, sequence)``, and True where
+        a key is hidden from a query. The loss mask is float32 ``(batch, sequence)``. Positions are
+        int64 ``(batch, sequence)``.
     """
     batch, length = data.shape
     ends = data == eod_token

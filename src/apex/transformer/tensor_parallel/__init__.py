@@ -1,4 +1,4 @@
-"""Layers that are spread over the ranks of a tensor-parallel group, as in Megatron's programs.
+"""Layers that are split over the ranks of a tensor-parallel group, as in Megatron's programs.
 
 Call :func:`apex.transformer.parallel_state.initialize_model_parallel` first. Inputs and outputs
 have the sequence as their first dimension, ``(sequence, batch, features)``.

@@ -36,7 +36,7 @@ def _add_to_main_grad(weight: Any, dy: torch.Tensor, x: torch.Tensor) -> None:
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
-    """What :func:`linear_with_grad_accumulation_and_async_allreduce` applies."""
+    """Autograd function of :func:`linear_with_grad_accumulation_and_async_allreduce`."""
 
     @staticmethod
     def forward(
@@ -98,21 +98,21 @@ def linear_with_grad_accumulation_and_async_allreduce(
     async_grad_allreduce: bool,
     sequence_parallel_enabled: bool,
 ) -> torch.Tensor:
-    """Return ``input @ weight.T + bias``; under ``torch.autocast`` in its dtype.
+    """Return ``input @ weight.T + bias``, under ``torch.autocast`` in its dtype.
 
     Args:
-        input: ``(sequence, ..., in)``; with ``sequence_parallel_enabled`` this rank's part of the
-            sequence.
+        input: ``(sequence, ..., in)``. With ``sequence_parallel_enabled`` it is this rank's part of
+            the sequence.
         weight: ``(out, in)``.
         bias: ``(out,)`` or None.
-        gradient_accumulation_fusion: Whether to add the weight's gradient to ``weight.main_grad``,
-            float32 or of the output's dtype, instead of returning it to autograd.
-        async_grad_allreduce: Whether the backward adds up the ranks' gradients of the input.
-        sequence_parallel_enabled: Whether to gather the sequence before the product.
+        gradient_accumulation_fusion: Add the weight's gradient to ``weight.main_grad``, which is
+            float32 or has the output's dtype, instead of returning it to autograd.
+        async_grad_allreduce: Add up the input's gradients over ranks in the backward pass.
+        sequence_parallel_enabled: Gather the sequence before the product.
 
     Raises:
-        ArgumentError: Shapes or dtypes do not fit, or the last two are both on. In the backward:
-            ``main_grad`` is missing or does not fit.
+        ArgumentError: Shapes or dtypes do not match, or the last two arguments are both true. In
+            the backward pass: ``main_grad`` is missing or does not match.
     """
     name = "linear_with_grad_accumulation_and_async_allreduce"
     if async_grad_allreduce and sequence_parallel_enabled:

@@ -71,21 +71,21 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the loss of each token, equal on all ranks of the tensor-parallel group.
 
-    With ``label_smoothing`` a the target's probability is ``1 - a``, that of each other of the
-    ``V`` classes ``a / (V - 1)``; torch's ``label_smoothing`` for the same is ``a * V / (V - 1)``.
-    Computed in float32 (float64 for float64) and rounded once.
+    With ``label_smoothing=a`` the target's probability is ``1 - a``, and that of each of the other
+    ``V - 1`` classes is ``a / (V - 1)``. The equivalent ``label_smoothing`` of torch is
+    ``a * V / (V - 1)``. The loss is computed in float32 (float64 for float64) and rounded once.
 
     Args:
-        vocab_parallel_logits: This rank's classes, ``(..., V / ranks)``.
-        target: Integer class of each token, ``(...)``, equal on all ranks. For one outside of 0 to
-            ``V - 1``, such as the -1 of padding, the loss is finite and meaningless; mask it.
-        label_smoothing: ``a``, 0 to below 1.
+        vocab_parallel_logits: Logits of this rank's classes, ``(..., V / ranks)``.
+        target: Class of each token, integers ``(...)``, equal on all ranks. Mask the loss of
+            targets outside of 0 to ``V - 1``, such as -1 for padding: it is finite but meaningless.
+        label_smoothing: ``a``, at least 0 and below 1.
 
     Returns:
         ``(...)``, in the dtype of the logits.
 
     Raises:
-        ArgumentError: Shapes, dtypes or ``label_smoothing`` do not fit.
+        ArgumentError: Shapes or dtypes do not match, or ``label_smoothing`` is out of range.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3.
     """

@@ -14,18 +14,18 @@ dist = torch.distributed
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, datatype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Send tensors from the first rank of the tensor-parallel group to all of it.
+    """Send tensors from the first rank of the tensor-parallel group to all its ranks.
 
     Args:
         keys: Names of the tensors to send, the same on all ranks.
-        data: Tensors by name; read on the group's first rank, elsewhere ``None`` will do.
-        datatype: Their dtype.
+        data: Dict from name to tensor on the group's first rank. Other ranks may pass ``None``.
+        datatype: dtype of the tensors.
 
     Returns:
-        By name a new tensor, on the device of the process group.
+        Dict from name to a new tensor on the device of the process group.
 
     Raises:
-        ArgumentError: On all ranks of the group, if a tensor is missing or has another dtype.
+        ArgumentError: A tensor is missing or has another dtype. All ranks of the group raise it.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     source = parallel_state.get_tensor_model_parallel_src_rank()

@@ -1,12 +1,12 @@
-"""Linear layers and an embedding whose weights are spread over the tensor-parallel group.
+"""Linear layers and an embedding whose weights are split over the tensor-parallel group.
 
-``ColumnParallelLinear`` divides the outputs, ``RowParallelLinear`` the inputs; one after the other
-they need one all-reduce forward and one backward. With ``sequence_parallel_enabled`` activations
-outside of the pair are divided along the sequence, and these become an all-gather before and a
-reduce-scatter after the pair.
+``ColumnParallelLinear`` splits the outputs, ``RowParallelLinear`` the inputs. One after the other,
+they need one all-reduce in the forward pass and one in the backward pass. With
+``sequence_parallel_enabled`` the activations outside of the pair are split along the sequence. An
+all-gather before the pair and a reduce-scatter after it then replace the all-reduce.
 
 With ``use_cpu_initialization=True`` each rank makes the weight of one process and keeps its part.
-Otherwise a rank makes its part alone, with numbers of ``"model-parallel-rng"``.
+Otherwise each rank makes only its part, with random numbers of ``"model-parallel-rng"``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_str
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
-    """Whether to count a parameter on this rank: it is a part, or the rank is the group's first."""
+    """Return whether to count a parameter on this rank.
+
+    It is true for a parameter that is split over ranks, and for all parameters on the group's first
+    rank.
+    """
     is_part: bool = getattr(param, "tensor_model_parallel", False)
     return is_part or parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -54,7 +58,7 @@ def set_tensor_model_parallel_attributes(
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Set what a tensor lacks of these to the values of one that is no part of another."""
+    """Set missing tensor-parallel attributes to the values of a tensor that is not split."""
     for name, value in _DEFAULTS.items():
         setattr(tensor, name, getattr(tensor, name, value))
 
@@ -62,7 +66,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tenso
 def copy_tensor_model_parallel_attributes(
     destination_tensor: torch.Tensor, source_tensor: torch.Tensor
 ) -> None:
-    """Copy ``tensor_model_parallel`` and the two others that the source has."""
+    """Copy those of the three tensor-parallel attributes that the source has."""
     for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
@@ -162,13 +166,14 @@ def _check_no_effect(accumulation_in_fp16: bool | None) -> None:
 
 
 class VocabParallelEmbedding(_Parallel):
-    """An embedding of which each rank has the rows of some token ids.
+    """An embedding, where each rank has the rows of a part of the token ids.
 
     Args:
-        num_embeddings: Token ids, divisible by the ranks (``AssertionError``).
-        embedding_dim: Features.
-        init_method: Writes initial values into a tensor.
-        params_dtype: Of the weight.
+        num_embeddings: Number of token ids. It must be divisible by the number of ranks, or the
+            constructor raises ``AssertionError``.
+        embedding_dim: Number of features.
+        init_method: Function that writes initial values into a tensor.
+        params_dtype: dtype of the weight.
         use_cpu_initialization: As in :class:`ColumnParallelLinear`.
     """
 
@@ -190,7 +195,7 @@ class VocabParallelEmbedding(_Parallel):
         self.vocab_end_index = self.vocab_start_index + size
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Look up token ids of any shape, equal on all ranks; one out of range is an error."""
+        """Look up token ids of any shape, equal on all ranks. An id out of range is an error."""
         if self.num_embeddings_per_partition == self.num_embeddings:
             return F.embedding(input_, self.weight)
         valid = ((input_ >= 0) & (input_ < self.num_embeddings)).all()
@@ -202,29 +207,29 @@ class VocabParallelEmbedding(_Parallel):
 
 
 class ColumnParallelLinear(_Parallel):
-    """``y = x @ weight.T + bias`` of which each rank computes some of the outputs.
+    """``y = x @ weight.T + bias``, where each rank computes a part of the outputs.
 
     Args:
-        input_size: Features of ``x``.
-        output_size: Features of ``y`` on all ranks together, divisible by the ranks
-            (``AssertionError``).
-        bias: Whether there is one; it begins with zeros and is divided as the outputs.
-        gather_output: Whether each rank gets all outputs; not with ``sequence_parallel_enabled``.
-        init_method: Writes initial values into a tensor.
-        stride: Layers side by side in the weight, such as queries, keys and values, of which each
-            is divided by itself; with ``use_cpu_initialization``.
-        keep_master_weight_for_test: Whether ``master_weight`` is the weight of all ranks; with
+        input_size: Number of features of ``x``.
+        output_size: Number of features of ``y`` on all ranks together. It must be divisible by the
+            number of ranks, or the constructor raises ``AssertionError``.
+        bias: Whether to have a bias. It starts at zero and is split like the outputs.
+        gather_output: Return all outputs on each rank. Not with ``sequence_parallel_enabled``.
+        init_method: Function that writes initial values into a tensor.
+        stride: Number of layers that lie side by side in the weight, such as queries, keys and
+            values. Each of them is split separately. Only with ``use_cpu_initialization``.
+        keep_master_weight_for_test: Keep the weight of all ranks as ``master_weight``. Only with
             ``use_cpu_initialization``.
-        skip_bias_add: Whether the bias is returned instead of added, for a fused function.
-        no_async_tensor_model_parallel_allreduce: Whether the input's gradient is reduced before the
-            weight's is computed; the numbers are the same.
-        params_dtype: Of weight and bias.
-        use_cpu_initialization: Whether each rank makes all of the weight on the CPU, the same on
-            all, and keeps its part. Otherwise call ``model_parallel_cuda_manual_seed`` before.
-        gradient_accumulation_fusion: Whether to add the weight's gradient to ``weight.main_grad``.
+        skip_bias_add: Return the bias instead of adding it, for a fused function.
+        no_async_tensor_model_parallel_allreduce: Reduce the input's gradient before the weight's
+            gradient is computed. The numbers are the same.
+        params_dtype: dtype of weight and bias.
+        use_cpu_initialization: Make the whole weight on the CPU, the same on each rank, and keep
+            this rank's part. Otherwise call ``model_parallel_cuda_manual_seed`` before.
+        gradient_accumulation_fusion: Add the weight's gradient to ``weight.main_grad``.
         sequence_parallel_enabled: Whether ``x`` is this rank's part of the sequence.
-        accumulation_in_fp16: Has no effect; the dtype of ``main_grad`` counts.
-        config: Has no effect; Megatron's, of which this layer needs nothing.
+        accumulation_in_fp16: Has no effect: the dtype of ``main_grad`` decides.
+        config: Has no effect. It is Megatron's configuration.
     """
 
     gather_output = async_tensor_model_parallel_allreduce = True
@@ -287,18 +292,18 @@ class ColumnParallelLinear(_Parallel):
 
 
 class RowParallelLinear(_Parallel):
-    """``y = x @ weight.T + bias`` of which each rank has some of the inputs.
+    """``y = x @ weight.T + bias``, where each rank has a part of the inputs.
 
-    Arguments that are not listed are those of :class:`ColumnParallelLinear`.
+    See :class:`ColumnParallelLinear` for the other arguments.
 
     Args:
-        input_size: Features of ``x`` on all ranks together, divisible by the ranks
-            (``AssertionError``).
-        bias: Whether there is one, whole on each rank.
-        input_is_parallel: Whether ``x`` is this rank's part of the features already; needed with
+        input_size: Number of features of ``x`` on all ranks together. It must be divisible by the
+            number of ranks, or the constructor raises ``AssertionError``.
+        bias: Whether to have a bias. Each rank has the whole bias.
+        input_is_parallel: Whether ``x`` is already this rank's part of the features. Required with
             ``sequence_parallel_enabled``.
-        sequence_parallel_enabled: Whether ``y`` is this rank's part of the sequence. The bias then
-            has the attribute of this name, because the ranks' gradients of it are to be added up.
+        sequence_parallel_enabled: Return this rank's part of the sequence. The bias then has the
+            attribute of this name, because you must add up its gradients over ranks.
     """
 
     partition_dim, input_is_parallel = 1, False

@@ -1,6 +1,7 @@
-"""Where activations enter and leave a tensor- or sequence-parallel region.
+"""Mappings of activations into and out of tensor- and sequence-parallel regions.
 
-Each mapping is one collective over the tensor-parallel group forward, and its adjoint backward:
+The forward of each mapping is a collective over the tensor-parallel group. The backward is its
+adjoint:
 
 ==============================================  ===================  ==============================
 mapping                                         forward              backward
@@ -14,8 +15,9 @@ mapping                                         forward              backward
 ``reduce_scatter_to_sequence_parallel_region``  reduce-scatter       gather first dim
 ==============================================  ===================  ==============================
 
-Inputs are never written to. A backward can be differentiated again. On one rank a mapping returns
-its input. A dimension that does not divide raises ``ArgumentError``.
+Mappings never write to their inputs. You can differentiate a backward again. On one rank a mapping
+returns its input. A dimension that is not divisible by the number of ranks raises
+``ArgumentError``.
 """
 
 import functools
@@ -51,10 +53,11 @@ def _part(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, asynchronous: bool = False) -> tuple[torch.Tensor, Any]:
-    """Join the ranks' tensors along the first dimension.
+    """Join the tensors of all ranks along the first dimension.
 
     Returns:
-        The whole, and, if ``asynchronous``, what to ``wait()`` for before it is read.
+        The joined tensor; with ``asynchronous`` also an object. Call its ``wait()`` before you read
+        the tensor.
     """
     whole = x.new_empty((x.shape[0] * _ranks(), *x.shape[1:]))
     function = getattr(dist, _compat.ALL_GATHER)
@@ -62,7 +65,7 @@ def gather(x: torch.Tensor, asynchronous: bool = False) -> tuple[torch.Tensor, A
 
 
 def reduce_scatter(x: torch.Tensor, asynchronous: bool = False) -> tuple[torch.Tensor, Any]:
-    """Add up the ranks' tensors; each rank gets its part along the first dimension."""
+    """Add up the tensors of all ranks, and return this rank's part along the first dimension."""
     part = torch.empty_like(split(x, _ranks(), 0)[0], memory_format=torch.contiguous_format)
     function = getattr(dist, _compat.REDUCE_SCATTER)
     return part, function(part, x.contiguous(), group=_group(), async_op=asynchronous)
@@ -103,42 +106,42 @@ def _mapped(x: torch.Tensor, there: _Map, back: _Map) -> torch.Tensor:
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Return the input, equal on all ranks; its gradient is the sum of the ranks' gradients."""
+    """Return the input, which is equal on all ranks. Its gradient is the sum over all ranks."""
     return _mapped(input_, _identity, _reduce)
 
 
 def reduce_from_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the ranks' tensors."""
+    """Return the sum of the tensors of all ranks."""
     return _mapped(input_, _reduce, _identity)
 
 
 def scatter_to_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the last dimension, ``(..., n)`` to ``(..., n / ranks)``."""
+    """Return this rank's part of the last dimension: map ``(..., n)`` to ``(..., n / ranks)``."""
     return _mapped(input_, _split_along_last_dim, _gather_along_last_dim)
 
 
 def gather_from_tensor_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Return the ranks' tensors joined along the last dimension."""
+    """Return the tensors of all ranks, joined along the last dimension."""
     return _mapped(input_, _gather_along_last_dim, _split_along_last_dim)
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the sequence, ``(s, ...)`` to ``(s / ranks, ...)``."""
+    """Return this rank's part of the sequence: map ``(s, ...)`` to ``(s / ranks, ...)``."""
     return _mapped(input_, _split_along_first_dim, _gather_along_first_dim)
 
 
 def gather_from_sequence_parallel_region(
     input_: torch.Tensor, to_model_parallel: bool = True
 ) -> torch.Tensor:
-    """Return the whole sequence, ``(s / ranks, ...)`` to ``(s, ...)``.
+    """Return the whole sequence: map ``(s / ranks, ...)`` to ``(s, ...)``.
 
-    If what follows is not tensor parallel, pass ``to_model_parallel=False``: each rank then has the
-    whole gradient, and the ranks' gradients are not added up.
+    If the operations after it are not tensor parallel, pass ``to_model_parallel=False``. Each rank
+    then has the whole gradient, so the gradients of the ranks are not added up.
     """
     back = _reduce_scatter_along_first_dim if to_model_parallel else _split_along_first_dim
     return _mapped(input_, _gather_along_first_dim, back)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the sequence of the sum of the ranks' tensors."""
+    """Add up the tensors of all ranks, and return this rank's part of the sequence."""
     return _mapped(input_, _reduce_scatter_along_first_dim, _gather_along_first_dim)

@@ -1,4 +1,4 @@
-"""Memory that is allocated once and handed out in pieces."""
+"""Memory that is allocated once and used in pieces."""
 
 import torch
 
@@ -10,13 +10,13 @@ _LOGGER = get_transformer_logger(__name__)
 
 
 class MemoryBuffer:
-    """Uninitialised memory on the current device, of which each ``add`` takes the next piece.
+    """Uninitialised memory on the current device. Each ``add`` uses the next piece of it.
 
     Args:
-        name: For messages.
-        numel: Elements in all.
-        dtype: Of the elements.
-        track_usage: Whether ``print_average_usage`` has something to say.
+        name: Name for messages.
+        numel: Number of elements.
+        dtype: dtype of the elements.
+        track_usage: Whether to count for ``print_average_usage``.
     """
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
@@ -25,22 +25,22 @@ class MemoryBuffer:
         self._start, self._used, self._calls = 0, 0, 0
 
     def reset(self) -> None:
-        """Begin again at the front; pieces that were handed out will be overwritten."""
+        """Start again at the front. Later calls of ``add`` overwrite the earlier pieces."""
         self._start = 0
 
     def is_in_use(self) -> bool:
-        """Whether a piece was handed out since ``reset``."""
+        """Return whether any memory was used since ``reset``."""
         return self._start > 0
 
     def numel_in_use(self) -> int:
-        """Return the elements that were handed out."""
+        """Return the number of used elements."""
         return self._start
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the next piece, with a tensor's values and shape.
+        """Copy a tensor into the next piece, and return the piece in the tensor's shape.
 
         Raises:
-            ArgumentError: Another dtype, or not enough left.
+            ArgumentError: The tensor has another dtype, or there is too little memory left.
         """
         end = self._start + tensor.numel()
         if tensor.dtype != self.dtype or end > self.numel:
@@ -54,12 +54,12 @@ class MemoryBuffer:
         return piece
 
     def get_data(self) -> torch.Tensor:
-        """Return what is in use, 1-dimensional, and count how much it is."""
+        """Return the used memory as a 1-dimensional tensor, and count its size."""
         self._used, self._calls = self._used + self._start, self._calls + 1
         return self.data[: self._start]
 
     def print_average_usage(self) -> None:
-        """Log, at level INFO, which share was in use at the calls of ``get_data``."""
+        """Log, at level INFO, the average share that was in use at the calls of ``get_data``."""
         if not self.track_usage:
             raise ArgumentError(
                 f"memory buffer {self.name!r} was made with track_usage=False. Make it with "
@@ -70,7 +70,7 @@ class MemoryBuffer:
 
 
 class RingMemBuffer:
-    """Several ``MemoryBuffer`` in turn; arguments as there."""
+    """Several ``MemoryBuffer`` objects, used in turn. They share the other arguments."""
 
     def __init__(
         self, name: str, num_buffers: int, numel: int, dtype: torch.dtype, track_usage: bool
@@ -80,7 +80,11 @@ class RingMemBuffer:
         self.num_buffers, self._next = num_buffers, 0
 
     def get_next_buffer(self) -> MemoryBuffer:
-        """Return the next one; ``ArgumentError`` if it was not reset since its last use."""
+        """Return the next buffer.
+
+        Raises:
+            ArgumentError: The buffer was not reset since its last use.
+        """
         buffer = self.buffers[self._next]
         if buffer.is_in_use():
             raise ArgumentError(f"memory buffer {buffer.name!r} is in use; reset it first.")
@@ -92,7 +96,11 @@ _BUFFERS: dict[str, MemoryBuffer] = {}
 
 
 def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
-    """Make a ``MemoryBuffer`` that ``get_mem_buff`` finds; ``ArgumentError`` if there is one."""
+    """Make a ``MemoryBuffer`` that ``get_mem_buff`` finds by name.
+
+    Raises:
+        ArgumentError: There is a buffer of this name already.
+    """
     if name in _BUFFERS:
         raise ArgumentError(
             f"a memory buffer {name!r} is allocated already; get it with get_mem_buff."
@@ -102,5 +110,5 @@ def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bo
 
 
 def get_mem_buff(name: str) -> MemoryBuffer:
-    """Return the buffer of a name; ``KeyError`` if there is none."""
+    """Return the buffer of a name. Raise ``KeyError`` if there is none."""
     return _BUFFERS[name]

@@ -1,13 +1,13 @@
 """Random numbers that differ or agree between the ranks of a layer, and recomputed activations.
 
-Dropout inside of a tensor-parallel region must differ between the ranks of a layer, elsewhere it
-must agree. So there are two states of the device's generator: its own, the same on all ranks of the
-group, and ``"model-parallel-rng"``, which :class:`CudaRNGStatesTracker` swaps in for a block. The
-device is the accelerator, or the CPU in programs without one.
+Inside a tensor-parallel region dropout must differ between the ranks of a layer; elsewhere it must
+agree. Therefore the device's generator has two states. Its own state is the same on all ranks of
+the group. :class:`CudaRNGStatesTracker` switches to the other one, ``"model-parallel-rng"``, for a
+block. The device is the accelerator, or the CPU in programs without one.
 
-:func:`checkpoint` computes the forward again in the backward, with the same random numbers. With
-``distribute_saved_activations`` each rank keeps its part of the first input alone; the whole one is
-freed when nothing else refers to it.
+:func:`checkpoint` computes the forward again in the backward pass, with the same random numbers.
+With ``distribute_saved_activations`` each rank keeps only its part of the first input. The whole
+input is freed when nothing else refers to it.
 """
 
 import contextlib
@@ -61,14 +61,14 @@ class CudaRNGStatesTracker:
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Take the states of ``get_states``."""
+        """Restore the states that ``get_states`` returned."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add the state that begins with a seed.
+        """Add a state that starts from a seed.
 
         Raises:
-            ArgumentError: The name is taken, or the seed, which would give the same numbers.
+            ArgumentError: The name is in use; or the seed is, which would repeat its numbers.
         """
         if name in self.states_ or seed in self.seeds_:
             what = f"state {name!r}" if name in self.states_ else f"seed {seed}"
@@ -84,7 +84,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from a state in a ``with`` block; after it the generator is as it was before.
+        """Use a state inside a ``with`` block, and restore the generator at its end.
 
         Raises:
             ArgumentError: There is no such state.
@@ -113,7 +113,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator, and ``"model-parallel-rng"`` differently on each rank.
+    """Seed the device's generator, and seed ``"model-parallel-rng"`` differently on each rank.
 
     Args:
         seed: The same on the ranks of a tensor-parallel group; between data-parallel copies as the
@@ -139,15 +139,15 @@ def init_checkpointed_activations_memory_buffer(
     checkpoint_num_layers: int,
     fp16: bool,
 ) -> None:
-    """Allocate memory for what ``checkpoint`` keeps with ``distribute_saved_activations``.
+    """Allocate memory for the activations that ``checkpoint`` distributes over ranks.
 
-    There are ``num_layers / checkpoint_num_layers`` parts of ``micro_batch_size *
-    max_position_embeddings * hidden_size / tensor_model_parallel_size`` elements, float16 if
-    ``fp16``, else float32. Reset it before a forward, when the backward of the last one is over.
+    It has ``num_layers / checkpoint_num_layers`` parts. Each has ``micro_batch_size *
+    max_position_embeddings * hidden_size / tensor_model_parallel_size`` elements, in float16 with
+    ``fp16``, else in float32. Reset it before each forward, after the previous backward has ended.
 
     Raises:
         AssertionError: A division has a remainder.
-        ArgumentError: There is one already.
+        ArgumentError: The memory is allocated already.
     """
     whole = micro_batch_size * max_position_embeddings * hidden_size
     part = utils.divide(whole, tensor_model_parallel_size)
@@ -157,7 +157,7 @@ def init_checkpointed_activations_memory_buffer(
 
 
 def reset_checkpointed_activations_memory_buffer() -> None:
-    """Hand the memory out from its front again, if there is any."""
+    """Make all of the memory available again, if it is allocated."""
     for buffer in _buffers:
         buffer.reset()
 
@@ -187,11 +187,11 @@ def _set_states(cpu: torch.Tensor, device: torch.Tensor, tracked: dict[str, torc
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """What :func:`checkpoint` applies."""
+    """Autograd function of :func:`checkpoint`."""
 
     @staticmethod
     def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
-        """Compute without a graph, and keep the inputs and the states of the generators."""
+        """Compute the function without a graph, and keep inputs and states of the generators."""
         kinds = {"cpu", parallel_state.current_device().type}
         casts = [(k, torch.get_autocast_dtype(k), _runtime.autocasts(k)) for k in kinds]
         ctx.run_function, ctx.earlier = run_function, (_states(), casts)
@@ -209,7 +209,7 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Compute again, with a graph, and go back through it."""
+        """Compute the function again, with a graph, and its gradients."""
         if not private.is_checkpoint_valid():
             raise ArgumentError(
                 "tensor_parallel.checkpoint: torch.autograd.grad and backward(inputs=...) do not "
@@ -238,19 +238,20 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """Call ``function(*args)`` without keeping its activations; the backward computes them again.
+    """Call ``function(*args)`` and compute its activations again in the backward pass.
 
-    Random numbers, those of the tracker included, and ``torch.autocast`` are as in the first call.
+    The second computation uses the same random numbers, also those of the tracker, and the same
+    ``torch.autocast`` as the first one.
 
     Args:
-        function: Returns a tensor or a tuple.
-        distribute_saved_activations: Whether each rank of the tensor-parallel group keeps only its
-            part of ``args[0]``, a tensor that is equal on all of them.
-        *args: Tensors, of which one requires a gradient, and other objects.
+        function: Function that returns a tensor or a tuple.
+        distribute_saved_activations: Keep only this rank's part of ``args[0]``, a tensor that is
+            equal on all ranks of the tensor-parallel group.
+        *args: Tensors, at least one of which requires a gradient, and other objects.
 
     Raises:
-        ArgumentError: ``args[0]`` is no tensor that the ranks can share. In the backward:
-            ``torch.autograd.grad`` goes through it.
+        ArgumentError: The ranks cannot share ``args[0]``. In the backward pass: you called
+            ``torch.autograd.grad``.
     """
     if distribute_saved_activations:
         ranks = parallel_state.get_tensor_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""How a last dimension and a vocabulary are divided between ranks."""
+"""Splitting the last dimension and the vocabulary between ranks."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from apex.transformer.utils import divide
 
 
 def split(tensor: torch.Tensor, parts: int, dim: int) -> Sequence[torch.Tensor]:
-    """Split a dimension into equal parts, which are views; ``ArgumentError`` on a remainder."""
+    """Split a dimension into equal views. Raise ``ArgumentError`` if there is a remainder."""
     if tensor.dim() == 0 or parts < 1 or tensor.shape[dim] % parts:
         raise ArgumentError(
             f"dimension {dim} of a tensor of shape {list(tensor.shape)} is not divisible into "
@@ -21,17 +21,17 @@ def split(tensor: torch.Tensor, parts: int, dim: int) -> Sequence[torch.Tensor]:
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[torch.Tensor]:
-    """Split the last dimension into equal parts: views, or contiguous copies.
+    """Split the last dimension into equal parts, which are views or contiguous copies.
 
     Raises:
-        ArgumentError: It is not divisible by ``num_partitions``.
+        ArgumentError: The size is not divisible by ``num_partitions``.
     """
     parts = split(tensor, num_partitions, -1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
 class VocabUtility:
-    """The range of token ids, ``first`` to below ``last``, whose rows a rank has."""
+    """Range of token ids of a rank, from ``first`` to ``last - 1``."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
@@ -44,6 +44,10 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return the range for a number of rows on all ranks; ``AssertionError`` on a remainder."""
+        """Return the range for a number of rows on all ranks together.
+
+        Raises:
+            AssertionError: The number is not divisible by the number of ranks.
+        """
         size = divide(global_vocab_size, world_size)
         return rank * size, (rank + 1) * size

@@ -1,4 +1,4 @@
-"""Small models and steps for tests of schedules and layers."""
+"""Small models and forward steps for tests of schedules and layers."""
 
 import os
 import random
@@ -17,7 +17,7 @@ TEST_SUCCESS_MESSAGE = ">> passed the test :-)"
 
 
 class IdentityLayer(torch.nn.Module):
-    """A parameter of normal random numbers times ``scale``, which ``forward`` returns."""
+    """A layer that returns its parameter: normal random numbers times ``scale``."""
 
     def __init__(self, size: Any, scale: float = 1.0) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class IdentityLayer(torch.nn.Module):
 
 
 class MyLayer(torch.nn.Module):
-    """A linear layer of square shape."""
+    """A linear layer with as many inputs as outputs."""
 
     def __init__(self, hidden_size: int, pre_process: bool, post_process: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class MyLayer(torch.nn.Module):
         self.layer = torch.nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it."""
+        """Apply the linear layer."""
         return self.layer(x)  # type: ignore[no-any-return]
 
 
@@ -111,12 +111,12 @@ def set_random_seed(seed: int) -> None:
 
 
 def process_batch(batch: Any) -> Any:
-    """Return the only tensor of a list, else the batch."""
+    """Return the only tensor of a list; return anything else unchanged."""
     return batch[0] if isinstance(batch, (list, tuple)) else batch
 
 
 def fwd_step_func(batch: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Apply a model; its loss is the sum of the output, its report ``{"avg": ...}``."""
+    """Call a model. The loss is the sum of its output, and the report is ``{"avg": ...}``."""
     output = model(process_batch(batch))
 
     def loss_func(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -127,7 +127,7 @@ def fwd_step_func(batch: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Cal
 
 
 class ToyParallelMLPFwdBwdStepFunc:
-    """:func:`fwd_step_func` for a model that may be sequence parallel."""
+    """:func:`fwd_step_func` for models that may be sequence parallel."""
 
     def __init__(self, sequence_parallel_enabled: bool) -> None:
         self.sequence_parallel_enabled = sequence_parallel_enabled

@@ -1,4 +1,4 @@
-"""``unittest`` cases whose methods run in several processes at once, one for each rank."""
+"""``unittest`` cases whose methods run in several processes, one for each rank."""
 
 import functools
 import multiprocessing
@@ -24,8 +24,8 @@ SECONDS = 300.0  # that a method may take on all ranks
 class DistributedTestBase(unittest.TestCase):
     """Each test method runs on ``world_size`` ranks, with ``torch.distributed`` initialised.
 
-    ``setUp`` and ``tearDown`` run once, in the process that starts the others; ``self.rank`` is
-    known in those. A method fails if it does on one rank, and is skipped if it is on one.
+    ``setUp`` and ``tearDown`` run once, in the process that starts the others. ``self.rank`` exists
+    in the other processes. A method fails or is skipped if that happens on any rank.
     """
 
     DISTRIBUTED_BACKEND = "nccl"  # on a CPU Gloo
@@ -41,7 +41,7 @@ class DistributedTestBase(unittest.TestCase):
 
     @property
     def world_size(self) -> int:
-        """How many ranks: as many as accelerators, at most four; two on a CPU."""
+        """Number of ranks. It is the number of accelerators, but at most 4, and 2 on a CPU."""
         return 2 if device_type() == "cpu" else min(torch.accelerator.device_count(), 4)
 
     @property
@@ -50,7 +50,7 @@ class DistributedTestBase(unittest.TestCase):
         return True
 
     def assertEqual(self, first: Any, second: Any, msg: Any = None, **kwargs: Any) -> None:
-        """As in unittest; tensors by ``torch.testing.assert_close``, which ``kwargs`` are for."""
+        """Compare as unittest does, and tensors with ``torch.testing.assert_close(**kwargs)``."""
         tensors = [x for x in (first, second) if torch.is_tensor(x)]
         if len(tensors) == 1:  # beside a number, or numbers
             kwargs = {"check_dtype": False, **kwargs}
@@ -150,16 +150,16 @@ def _on_device_of(x: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class NcclDistributedTestBase(DistributedTestBase):
-    """Over NCCL, or on a CPU over Gloo."""
+    """Test case that uses NCCL, or Gloo on a CPU."""
 
 
 class UccDistributedTestBase(DistributedTestBase):
-    """Over UCC; skipped where PyTorch was built without it."""
+    """Test case that uses UCC. It is skipped if PyTorch was built without UCC."""
 
     DISTRIBUTED_BACKEND = "ucc"
 
     def setUp(self) -> None:
-        """Skip without UCC."""
+        """Skip the test if UCC is missing."""
         super().setUp()
         if not HAS_UCC:
             self.skipTest("this PyTorch has no UCC")

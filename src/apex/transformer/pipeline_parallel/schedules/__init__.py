@@ -20,7 +20,7 @@ def get_forward_backward_func(
     """Return the schedule for a number of stages.
 
     Raises:
-        NotImplementedError: There are several parts of the model on each stage.
+        NotImplementedError: Each stage has several parts of the model.
     """
     if pipeline_model_parallel_size == 1:
         return forward_backward_no_pipelining

@@ -1,4 +1,4 @@
-"""One micro-batch forward, and one backward; and the model of a stage."""
+"""The forward and the backward of one micro-batch, and the model of a stage."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -32,18 +32,19 @@ def build_model(
     *args: Any,
     **kwargs: Any,
 ) -> list[torch.nn.Module]:
-    """Make this stage's part of a model, in a list of one.
+    """Make this stage's part of a model, and return it in a list.
 
     Args:
-        model_provider_func: Called with ``args``, ``kwargs`` and whether this stage has the
-            embedding (``pre_process``) and the loss (``post_process``); for an encoder and a
-            decoder on several stages also ``add_encoder`` and ``add_decoder``.
-        wrap_with_ddp: Whether to wrap it in torch's DistributedDataParallel, over the
-            data-parallel group.
-        virtual_pipeline_model_parallel_size: ``None`` only.
-        model_type: Kept as the model's ``model_type``.
-        *args: For the function.
-        **kwargs: For the function.
+        model_provider_func: Function that makes the model. It receives ``args`` and ``kwargs``, and
+            the flags ``pre_process`` (this stage has the embedding) and ``post_process`` (it has
+            the loss). For an encoder and a decoder on several stages it also receives
+            ``add_encoder`` and ``add_decoder``.
+        wrap_with_ddp: Wrap the model in torch's DistributedDataParallel, over the data-parallel
+            group.
+        virtual_pipeline_model_parallel_size: Must be ``None``.
+        model_type: Value of the model's ``model_type``.
+        *args: Arguments of the function.
+        **kwargs: Arguments of the function.
     """
     if virtual_pipeline_model_parallel_size is not None:
         refuse("pipeline_parallel.build_model(virtual_pipeline_model_parallel_size=...)")
@@ -96,7 +97,7 @@ overlap_p2p_comm batch_p2p_comm num_micro_batches_with_partial_activation_checkp
 
 
 def one_model(name: str, model: Any, others: dict[str, Any]) -> Any:
-    """Return the model of a list of one; check keywords that are for other schedules."""
+    """Return the only model of a list, and check keywords of other schedules."""
     unknown = sorted(others.keys() - set(_OF_OTHER_SCHEDULES.split()))
     if unknown:
         raise ArgumentError(f"{name}: there is no argument {', '.join(unknown)}.")
@@ -131,20 +132,20 @@ def forward_step(
     """Compute the output of this stage for one micro-batch.
 
     Args:
-        forward_step_func: Called with ``(batch, model)``, and with
-            ``checkpoint_activations_micro_batch`` if that is not None. Returns the output and a
-            function that makes the last stage's ``(loss, what to report)`` of it.
+        forward_step_func: Function that is called with ``(batch, model)``, and with
+            ``checkpoint_activations_micro_batch`` if that is not None. It returns the output, and a
+            function that computes the last stage's loss and a report from it.
         batch: One micro-batch.
-        model: Its ``set_input_tensor`` is called with a list: ``input_tensor``.
-        input_tensor: From the stage before, or a list of these.
-        losses_reduced: The last stage appends what to report.
-        dtype: Of ``torch.autocast``, if float16 or bfloat16.
-        disable_autocast: Whether to leave ``torch.autocast`` alone.
-        checkpoint_activations_micro_batch: Whether the model is to recompute activations.
+        model: The model. Its ``set_input_tensor`` is called with a list of ``input_tensor``.
+        input_tensor: Tensor from the previous stage, or a list of tensors.
+        losses_reduced: List to which the last stage appends its report.
+        dtype: dtype of ``torch.autocast``, if it is float16 or bfloat16.
+        disable_autocast: Do not switch ``torch.autocast`` on or off.
+        checkpoint_activations_micro_batch: Whether the model should recompute activations.
 
     Returns:
-        The output, on the last stage the loss divided by the number of micro-batches; in a list if
-        ``input_tensor`` is one.
+        The output, or on the last stage the loss divided by the number of micro-batches. It is a
+        list if ``input_tensor`` is one.
     """
     inputs, inner = _listed(input_tensor), utils.unwrap_model(model)
     inner.set_input_tensor(inputs)
@@ -173,18 +174,18 @@ def backward_step(
     grad_scaler: Any = None,
     deallocate_pipeline_outputs: bool = False,
 ) -> Any:
-    """Go back through this stage for one micro-batch.
+    """Run the backward pass of this stage for one micro-batch.
 
     Args:
-        input_tensor: What ``forward_step`` got, or a list.
-        output_tensor: What it returned, or a list.
-        output_tensor_grad: From the next stage, or a list; None on the last.
-        model_type: The model's.
-        grad_scaler: Scales the last stage's loss.
+        input_tensor: The input of ``forward_step``, or a list of inputs.
+        output_tensor: The output of ``forward_step``, or a list of outputs.
+        output_tensor_grad: Gradient from the next stage, or a list of them; None on the last stage.
+        model_type: The model's ``model_type``.
+        grad_scaler: ``GradScaler`` that scales the last stage's loss.
         deallocate_pipeline_outputs: Whether ``free_output_tensor`` freed the output.
 
     Returns:
-        The gradient of ``input_tensor``, for the stage before; in a list if that is one.
+        The gradient of ``input_tensor`` for the previous stage; a list if ``input_tensor`` is one.
     """
     inputs, grads = _listed(input_tensor), _listed(output_tensor_grad)
     output = _listed(output_tensor)[0]
@@ -205,13 +206,13 @@ def _gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 def free_output_tensor(output_tensors: Any, deallocate_pipeline_outputs: bool = False) -> None:
-    """Free the memory of outputs that were sent; they are only needed for their graph then."""
+    """Free the memory of outputs that were sent. Afterwards only their graphs are needed."""
     for tensor in _listed(output_tensors) if deallocate_pipeline_outputs else ():
         if tensor is not None:
             tensor.data = torch.empty(1, device=tensor.device, dtype=tensor.dtype)
 
 
 def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
-    """Go back from an output that ``free_output_tensor`` freed, or from a loss."""
+    """Run the backward pass from an output that ``free_output_tensor`` freed, or from a loss."""
     edge = torch.autograd.graph.get_gradient_edge(output)
     torch.autograd.backward(edge, torch.ones_like(output) if grad_output is None else grad_output)

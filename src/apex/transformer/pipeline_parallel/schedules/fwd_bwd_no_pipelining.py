@@ -1,4 +1,4 @@
-"""All micro-batches one after the other, on a model that is not divided into stages."""
+"""Run all micro-batches one after the other, on a model that is not split into stages."""
 
 import contextlib
 from collections.abc import Callable
@@ -25,19 +25,21 @@ def forward_backward_no_pipelining(
     """Accumulate the gradients of all micro-batches of a step.
 
     Args:
-        forward_step_func: As for ``schedules.common.forward_step``.
-        batch: A list of tensors with all micro-batches, or what the function understands.
-        model: One, or a list of one.
-        forward_only: Whether to leave the backward out.
-        dtype: Of ``torch.autocast``, if float16 or bfloat16.
-        grad_scaler: Scales the losses.
-        disable_autocast: Whether to leave ``torch.autocast`` alone.
-        custom_sync_context_handler: Makes a context for all micro-batches but the last, in which
-            gradients are not reduced over ranks; by default the model's ``no_sync``.
-        **kwargs: Arguments of the other schedule; without effect.
+        forward_step_func: As in ``schedules.common.forward_step``.
+        batch: A list of tensors with all micro-batches, or another object that the function
+            accepts.
+        model: A model, or a list of one model.
+        forward_only: Run no backward passes.
+        dtype: dtype of ``torch.autocast``, if it is float16 or bfloat16.
+        grad_scaler: ``GradScaler`` that scales the losses.
+        disable_autocast: Do not switch ``torch.autocast`` on or off.
+        custom_sync_context_handler: Function that makes a context for all micro-batches except the
+            last one. Gradients are not reduced over ranks in it. The default is the model's
+            ``no_sync``.
+        **kwargs: Arguments of the other schedule. They have no effect.
 
     Returns:
-        What each micro-batch reports.
+        List of the reports of all micro-batches.
     """
     model = common.one_model("forward_backward_no_pipelining", model, kwargs)
     default = getattr(model, "no_sync", contextlib.nullcontext)

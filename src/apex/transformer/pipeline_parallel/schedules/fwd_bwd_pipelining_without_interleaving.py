@@ -1,7 +1,7 @@
-"""1F1B: each stage alternates one forward and one backward, so that few activations are kept.
+"""1F1B: each stage alternates between a forward and a backward, so it keeps few activations.
 
-A stage first runs as many forwards as there are stages after it, then a backward after each
-forward, then the backwards that are left.
+A stage first runs as many forwards as there are stages after it. Then it runs a backward after each
+forward, and at the end the remaining backwards.
 
 Source: Narayanan et al., PipeDream-Flush in "Memory-Efficient Pipeline-Parallel DNN Training"
 (2021).
@@ -32,7 +32,10 @@ def get_tensor_shapes(
     decoder_sequence_length: int | None = None,
     sequence_parallel_enabled: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of what a stage sends: in a decoder after an encoder, of its output too."""
+    """Return the shapes of the tensors that a stage sends.
+
+    A decoder stage after an encoder sends the encoder's output too.
+    """
     ranks = (
         parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel_enabled else 1
     )
@@ -68,34 +71,36 @@ def forward_backward_pipelining_without_interleaving(  # noqa: C901, PLR0913  # 
 ) -> list[Any]:
     """Accumulate the gradients of all micro-batches of a step, on all stages.
 
-    For a model in a wrapper with ``no_sync``, such as torch's DistributedDataParallel, gradients
-    are averaged over the data-parallel group at the end, not in the backward.
+    If the model's wrapper has a ``no_sync``, as torch's DistributedDataParallel does, gradients are
+    averaged over the data-parallel group at the end instead of in the backward passes.
 
     Args:
-        forward_step_func: As for ``schedules.common.forward_step``.
-        batch: As for ``forward_backward_no_pipelining``; so are ``model``, ``forward_only``,
-            ``grad_scaler`` and ``disable_autocast``.
-        model: One, or a list of one.
-        forward_only: Whether to leave the backward out.
-        tensor_shape: Of what stages send, ``(sequence, micro_batch, features)``.
-        decoder_sequence_length: The decoder's sequence, in a model with an encoder as well.
-        dtype: Of what stages send, float32 by default; and of ``torch.autocast``, if float16 or
-            bfloat16.
-        grad_scaler: Scales the losses; its ``scale`` is called on all stages.
-        disable_autocast: Whether to leave ``torch.autocast`` alone.
-        deallocate_pipeline_outputs: Whether to free each output when it is sent.
-        async_comm: Whether the host goes on until it needs what it receives.
+        forward_step_func: As in ``schedules.common.forward_step``.
+        batch: A list of tensors with all micro-batches, or another object that the function
+            accepts.
+        model: A model, or a list of one model.
+        forward_only: Run no backward passes.
+        tensor_shape: Shape of the tensors that stages send, ``(sequence, micro_batch, features)``.
+        decoder_sequence_length: Length of the decoder's sequence, in a model with an encoder.
+        dtype: dtype of the tensors that stages send, float32 by default. If it is float16 or
+            bfloat16, also the dtype of ``torch.autocast``.
+        grad_scaler: ``GradScaler`` that scales the losses. Its ``scale`` is called on all stages.
+        disable_autocast: Do not switch ``torch.autocast`` on or off.
+        deallocate_pipeline_outputs: Free each output after it is sent.
+        async_comm: Let the host continue until it needs the received tensors.
         sequence_parallel_enabled: Whether each tensor-parallel rank has its part of the sequence.
-        custom_sync_context_handler: Makes a context for all backwards but the last.
-        custom_grad_sync_func: Called with the model's parameters after the last backward.
-        sync_batch_comm: Without effect.
-        num_micro_batches_with_partial_activation_checkpoints: For how many micro-batches that wait
-            for their backward activations may be kept: ``forward_step_func`` gets False for these
-            and True for the others.
-        **kwargs: Arguments of the other schedules; without effect.
+        custom_sync_context_handler: Function that makes a context for all backwards except the
+            last.
+        custom_grad_sync_func: Function that is called with the model's parameters after the last
+            backward.
+        sync_batch_comm: Has no effect.
+        num_micro_batches_with_partial_activation_checkpoints: Number of micro-batches that may keep
+            their activations while they wait for the backward. ``forward_step_func`` receives False
+            for these, and True for the others.
+        **kwargs: Arguments of the other schedules. They have no effect.
 
     Returns:
-        What each micro-batch reports; empty but on the last stage.
+        List of the reports of all micro-batches on the last stage; an empty list on the others.
     """
     name = "forward_backward_pipelining_without_interleaving"
     model = common.one_model(name, model, kwargs)
