@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from apex.debug import reproduce
+from tests import forked
 from tests.debug.in_process import main
 
 HEAD = """
@@ -119,6 +120,45 @@ def test_a_fault_is_written_and_the_output_stays(command, skip):
     assert [report[name] for name in fields] == ["model", "", "backward", 3, 2, "aten.div.Tensor"]
     assert report["sentence"] in (command.out / "report.txt").read_text()
     assert reproduce.load(command.out / "nan.pt")["operation"] == "aten.div.Tensor"
+
+
+def test_a_meta_model_trains_as_without_the_command(command):
+    code, out, err = command(HEAD + """
+net = nn.Linear(8, 1, device="meta")
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    net(torch.ones(4, 8, device="meta")).mean().backward()
+    optimizer.step()
+print("trained")
+""")  # fmt: skip
+    assert (code, out) == (0, "trained\n")
+    assert err == f"apex debug: {FINITE.format(4).replace('losses and ', '')}\n"
+
+
+def test_a_rank_that_is_no_number_is_not_read(command, monkeypatch):
+    monkeypatch.setenv("RANK", "node-a")
+    _, _, err = command(PLAIN.replace("BAD = 3", "BAD = 0"))
+    assert "Traceback" not in err
+
+
+def test_ranks_whose_steps_were_all_skipped_end_with_one_line(tmp_path):
+    """The process group is gone at the end, and with it the way to explain together."""
+    (tmp_path / "script.py").write_text(HEAD + """
+torch.distributed.init_process_group("gloo")
+net = nn.Linear(4, 1)
+opt, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu")
+for _ in range(4):
+    out = net(torch.ones(2, 4)); loss = (out + (out - out.detach()).sqrt()).mean()
+    opt.zero_grad(); scaler.scale(loss).backward(); scaler.step(opt); scaler.update()
+torch.distributed.destroy_process_group()
+""")  # fmt: skip
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "apex"]
+    [(code, _, errors)] = forked.run(
+        [*words, "debug", "script.py"], folder=tmp_path, environment=dict(os.environ), seconds=300
+    )
+    assert (code, "Traceback" in errors) == (0, False)
+    assert errors.count("apex debug: 4 of 4 steps were skipped because gradients were not") == 1
 
 
 def test_repro_shows_it(command):

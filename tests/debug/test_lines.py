@@ -251,6 +251,15 @@ def test_a_row_that_a_mask_leaves_empty_is_named_before_a_forward_too(run):
                                        "mask leaves it empty; leave the row out.")  # fmt: skip
 
 
+def test_an_infinity_that_the_first_layer_makes_nan_is_followed_to_its_line(run):
+    """Of infinities a sum is NaN, and ``tanh`` after it gives the NaN on: it makes none."""
+    text = PREPARED.replace("LINES", "x = x / (0 if i == 2 else 1)")
+    report, _ = run(text.replace("net(x)", "net(x).tanh()"))
+    assert report["cause"] == "data"
+    assert report["operation"] == "aten.div.Tensor"
+    assert report["sentence"].endswith("the divisor is 0; add a small number to it.")
+
+
 def test_what_16_bits_alone_break_is_not_said_of_float32(run):
     """The product is finite in float32. The logarithm of 0 after it is not, there either."""
     out = "out = (net(x).half() + 1) * (1e5 if i == 2 else 1)"

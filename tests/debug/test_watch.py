@@ -284,6 +284,14 @@ def test_a_watch_that_nobody_closed_ends_with_its_model():
     assert watches() is None
 
 
+def test_losses_without_steps_are_forgotten():
+    net = nn.Linear(4, 1)
+    with debug.watch(net, torch.optim.SGD(net.parameters(), 0.1)) as watch:
+        for _ in range(600):
+            watch.loss(torch.ones(()))
+        assert len(watch._losses) <= 256
+
+
 def test_healthy_steps_keep_no_memory():
     training = Training("MLP", "O0")
     for _ in range(3):

@@ -26,7 +26,7 @@ def is_parallel() -> bool:
 
 def is_first() -> bool:
     """Whether this process is the only one or rank 0, also when its process group has ended."""
-    return (dist.get_rank() if _is_up() else int(os.environ.get("RANK") or 0)) == 0
+    return dist.get_rank() == 0 if _is_up() else os.environ.get("RANK") in (None, "", "0")
 
 
 def _groups(tensors: Iterable[Any], group: Any) -> list[Any]:

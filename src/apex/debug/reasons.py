@@ -35,7 +35,12 @@ _DERIVATIVES = {  # autograd's node -> what has no finite derivative there, and 
         ("Acos", "Asin"), ("acos and asin at 1 and -1", "clamp the argument closer to 0")
     ),
 }
+_EXPONENT = (
+    "the derivative with respect to the exponent needs the logarithm of the base; clamp the base "
+    "above 0"
+)
 _BY_ZERO = "the divisor is 0; add a small number to it"
+_SMALL = "the divisor is as small as"
 _SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 _LARGE = 1e9  # squares, cubes and sums of smaller numbers are finite in float32
 
@@ -60,22 +65,30 @@ def _reason(name: str, node: str, args: Any, kwargs: Any, result: torch.Tensor) 
     found = ""
     if name in _LIMITS:
         found = _beyond(name, args[0].expand(bad.shape)[bad])
-    elif name in ("div", "reciprocal") and everywhere(args[-1] == 0):
-        found = _BY_ZERO
+    elif name in ("div", "reciprocal"):
+        found = _quotient(_tensor(args[-1], result.new_empty((), dtype=torch.float64)), everywhere)
     elif name == "pow":
         found = _power(_tensor(args[0], result), _tensor(args[1], result), everywhere)
     elif name in ("mul", "sub"):
         found = _of_infinities(name, _tensor(args[0], result), _tensor(args[1], result), everywhere)
     elif name in _OTHERS:
         return _OTHERS[name](args, kwargs, result)
+    found = _of_backward(name, node, found, has_nan=bool(result.isnan().any()))
+    return found or _of_large(args, result)
+
+
+def _of_backward(name: str, node: str, found: str, *, has_nan: bool) -> str:
+    """The same for the node of autograd that the operation is in."""
     kind = node.rstrip("0123456789").removesuffix("Backward")
     if found == _BY_ZERO and kind not in ("", "Div", "Reciprocal", *_DERIVATIVES):
         return "the divisor is 0"  # one of autograd's own
-    if found and kind in _DERIVATIVES:
-        what, remedy = _DERIVATIVES[kind]
-        also = ", and infinity times a gradient of 0 is NaN" if bool(result.isnan().any()) else ""
-        return f"the derivative of {what} is infinite{also}; {remedy}"
-    return found or _of_large(args, result)
+    if not found or found.startswith(_SMALL) or kind not in _DERIVATIVES:
+        return found
+    if (kind, name) == ("Pow", "log"):
+        return _EXPONENT
+    what, remedy = _DERIVATIVES[kind]
+    also = ", and infinity times a gradient of 0 is NaN" if has_nan else ""
+    return f"the derivative of {what} is infinite{also}; {remedy}"
 
 
 def _tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
@@ -93,10 +106,24 @@ def _beyond(name: str, x: torch.Tensor) -> str:
     high = math.log(torch.finfo(x.dtype).max) if high is None else high
     if not bool(((x <= low) | (x >= high)).all()):
         return ""
-    ends = [f"{float(one) + 0.0:.7g}" for one in (x.min(), x.max())]
+    ends = [_shown(float(one) + 0.0, (low, high)) for one in (x.min(), x.max())]
     if ends[0] == ends[1]:
         return f"its argument is {ends[0]}; {remedy}"
     return f"its arguments range from {ends[0]} to {ends[1]}; {remedy}"
+
+
+def _shown(value: float, limits: tuple[float, float]) -> str:
+    """A number with 7 digits, or with all where these would show it as a limit beside it."""
+    short = f"{value:.7g}"
+    return repr(value) if float(short) in limits and value not in limits else short
+
+
+def _quotient(divisor: torch.Tensor, everywhere: Callable[[Any], bool]) -> str:
+    if everywhere(divisor == 0):
+        return _BY_ZERO
+    if everywhere((divisor != 0) & (divisor.abs() < 1 / _LARGE)):
+        return f"{_SMALL} {float(divisor.abs()[divisor != 0].min()):.3g}"
+    return ""
 
 
 def _power(base: torch.Tensor, exponent: torch.Tensor, everywhere: Callable[[Any], bool]) -> str:

@@ -46,6 +46,8 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 
 def non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """1.0 where an element on this rank is not finite, else 0.0: 0-dim, float32."""
+    if any([t.is_meta for t in tensors]):  # noqa: C419  # faster
+        tensors = [t for t in tensors if not t.is_meta]
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device="cpu")
     if any([t.requires_grad or t.is_sparse for t in tensors]):  # noqa: C419  # faster

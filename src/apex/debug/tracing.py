@@ -298,7 +298,8 @@ class Trace(Counting):  # type: ignore[no-untyped-call]
         real = [one for one in origins if not _may_be_mask(one)]
         if real:  # a gradient that reached an output comes last: a later forward may have made it
             return min(real, key=lambda o: (o.kind == "gradient", not (o.index and o.has_nan())))
-        if origins and not (new.has_nan() and name in READS_MASKS):
+        makes_nan = new.has_nan() and name in READS_MASKS and not _has_nan(before)
+        if origins and not makes_nan:
             return origins[0]
         if not origins and not new.has_nan() and is_masking(operation, *before):
             new.kind = "mask"
@@ -313,6 +314,11 @@ def _may_be_mask(origin: Origin) -> bool:
     """Infinities without a NaN in a buffer or an input may be a mask as well."""
     from_outside = origin.kind in ("buffer", "input", "tensor")
     return origin.kind == "mask" or (from_outside and not origin.has_nan())
+
+
+def _has_nan(arguments: Any) -> bool:
+    """Whether a product of infinities, for example, has made a NaN of them already."""
+    return any(is_bad(one) and bool(local(one).isnan().any()) for one in tensors_of(arguments))
 
 
 def _narrows(new: Origin, before: tuple[Any, Any]) -> bool:

@@ -112,6 +112,8 @@ class Watch:
         The loss of an empty batch may have any value. ``apex debug`` does this for you.
         """
         if not self._stopped:
+            if len(self._losses) == _MOST_CALLS:  # of a program without steps
+                del self._losses[0]
             self._losses.append(loss.detach().clone())
         return loss
 
@@ -165,8 +167,9 @@ class Watch:
 
         That is a step if all were skipped, or a loss that is not finite and had no step.
         """
-        if self.report is not None or ranks.is_parallel():
-            return
+        was_parallel = self.fault is not None and self.fault.together.is_parallel
+        if self.report is not None or ranks.is_parallel() or was_parallel:
+            return  # ranks would explain it together
         if self._calls and self._has_losses() and bool(non_finite(self._losses)):
             params = [p for one in self._optimizers for p in params_of(one)]
             found = non_finite([p.grad for p in params if p.grad is not None])

@@ -78,7 +78,7 @@ class Program:
             return inner(roots, *args, **kwargs)
         first = args[0] if args else kwargs.get("gradient", kwargs.get("grad_tensors"))
         for one in [roots] if isinstance(roots, torch.Tensor) else [*roots]:
-            if first is None and one.numel() == 1 and one.is_floating_point():
+            if first is None and one.numel() == 1 and one.is_floating_point() and not one.is_meta:
                 self.watch.loss(one)
                 self._count(one.detach())
         self._is_in_backward = True
