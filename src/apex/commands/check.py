@@ -104,8 +104,11 @@ def _ranks(result: CheckResult) -> Iterator[bool]:
 
     The others wait until it has: torchrun ends all ranks when one has ended with an error.
     """
-    rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
-    if size < 2 or result.ended or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if result.ended or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield True
+        return
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    if size < 2:
         yield True
         return
     import torch
@@ -118,9 +121,13 @@ def _ranks(result: CheckResult) -> Iterator[bool]:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = distributed.TCPStore(*address, is_master=False, timeout=_WAIT)
-        store.set(f"{prefix}/{rank}", json.dumps([one.as_dict() for one in result.found]))
+        told = {"found": [one.as_dict() for one in result.found], "ends": result.not_finite}
+        store.set(f"{prefix}/{rank}", json.dumps(told))
         for other in range(1, size) if rank == 0 else ():
-            result.add(json.loads(store.get(f"{prefix}/{other}")), other)
+            told = json.loads(store.get(f"{prefix}/{other}"))
+            result.add(told["found"], other)
+            if told["ends"] and not result.not_finite:
+                result.not_finite = f"on rank {other} {told['ends']}"
     except RuntimeError as error:  # a rank that did not come, or an agent that is gone
         say(f"the findings of some ranks did not arrive: {error}", front="apex check: ")
     yield rank == 0

@@ -106,6 +106,49 @@ def test_later_steps_and_local_optimizers_are_judged_too(check):
     assert found["not_finite"] == "18 of 30 losses were not finite, 18 of 30 steps were skipped"
 
 
+def test_a_vector_that_is_nan_in_backward_counts_as_a_loss(check):
+    """The optimizer, whose weights are NaN, is gone at the end."""
+    text = """
+def main():
+    net = nn.Linear(8, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for step in range(10):
+        losses = net(torch.randn(16, 8)) / (step < 4)
+        opt.zero_grad(); losses.backward(torch.ones_like(losses)); opt.step()
+main()
+"""
+    found = check(HEAD + text)
+    assert found["not_finite"] == "5 of 10 losses were not finite (the first in step 6)"
+    assert check.code == 5
+
+
+SPARSE = """
+net = nn.Embedding(10, 4, sparse=True)
+opt = torch.optim.{optimizer}(net.parameters(), lr=0.01)
+for step in range(4):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.linear(net(torch.arange(8)), torch.ones(2, 4)).float().square().mean()
+        opt.zero_grad(); loss.backward(); opt.step()
+"""
+META = """
+with torch.device("meta"):
+    net = nn.Linear(8, 1)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+for step in range(4):
+    loss = net(torch.ones(16, 8, device="meta")).mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [SPARSE.format(optimizer="SparseAdam"), SPARSE.format(optimizer="SGD"), META]
+)
+def test_sparse_gradients_and_meta_tensors_break_no_rule(check, text):
+    found = check(HEAD + text)
+    assert (check.code, found["found"], found["steps"]) == (0, [], 4)
+    assert "please report it" not in check.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -332,17 +375,33 @@ def test_a_pool_that_nobody_shuts_down(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.dist
+def on_two_ranks(folder, *command):
+    """Exit code and stderr of a command under torchrun."""
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "apex"]
+    [(code, _, errors)] = forked.run(
+        [*words, *command], folder=folder, environment=dict(os.environ), seconds=300
+    )
+    return code, errors
+
+
 def test_ranks_are_told_once(tmp_path):
     """Rank 1 alone makes the mistake; rank 0 tells it."""
     text = CLIPS.replace(CLIP, f'os.environ["RANK"] == "1" and {CLIP}')
     (tmp_path / "script.py").write_text("import os\n" + text.replace("print(", "str("))
-    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "apex"]
-    words += ["check", "--json", "found.json", "script.py"]
-    [(code, _, errors)] = forked.run(
-        words, folder=tmp_path, environment=dict(os.environ), seconds=300
-    )
+    code, errors = on_two_ranks(tmp_path, "check", "--json", "found.json", "script.py")
     assert code == 1  # torchrun's, of any error
     assert errors.count("clip-before-unscale") == 1
     assert f"script.py:{LINE + 1} in <module>: os.environ" in errors
     assert "(rank 1)" in errors
     assert errors.count("apex check: exit 3; the script ended with 0") == 1
+
+
+def test_losses_of_another_rank_are_not_all_clear(tmp_path):
+    """Of a pipeline the last rank alone has a loss."""
+    loss = "loss = net(torch.randn(16, 8)).mean() * (float('inf') if rank == '1' else 1)"
+    text = f"import os\n{HEAD}{MAKE}\nrank = os.environ['RANK']\n"
+    text += f"for step in range(4):\n    {loss}\n    opt.zero_grad(); loss.backward()\n"
+    (tmp_path / "script.py").write_text(text + "    opt.step()\n")
+    _, errors = on_two_ranks(tmp_path, "check", "script.py")
+    assert errors.count("apex check: ") == 1
+    assert "script.py, but on rank 1 4 of 4 losses were not finite (the first in step 1)" in errors

@@ -11,7 +11,7 @@ import torch
 
 from apex.debug.check.facts import CheckRule, Facts, distance, walk
 from apex.debug.check.finding import Place
-from apex.debug.check.values import FunctionCall
+from apex.debug.check.values import FunctionCall, has_values
 from apex.debug.undisturbed import undisturbed
 
 _TRIES = 3  # steps in which backward runs more than once
@@ -136,6 +136,8 @@ class Backwards(CheckRule):
         if len(roots) != 1 or facts.steps >= _TRIES or facts.has_hooks or not params:
             return
         root = roots[0]
+        if not has_values(root):
+            return
         device = root.device.type
         is_inside = torch.is_autocast_enabled(device)
         for region in facts.regions:
@@ -178,7 +180,8 @@ def _gradients(root: torch.Tensor, params: list[Any], scale: float = 1.0) -> lis
     seed, options = torch.full_like(root, scale), {"retain_graph": True, "allow_unused": True}
     try:
         with undisturbed():
-            return list(torch.autograd.grad(root, params, seed, **options))
+            found = torch.autograd.grad(root, params, seed, **options)
+            return [None if one is None or one.is_sparse else one for one in found]
     except RuntimeError:  # such as of a reentrant checkpoint
         return []
 

@@ -16,10 +16,11 @@ _RECENT = 16  # losses and steps that decide: most of the later half of these
 class Ends(CheckRule):
     """A training whose losses are not finite, or whose steps are skipped, when the program ends.
 
-    Sees the loss of each backward and the steps of each optimizer, in the whole run; afterwards the
-    weights of optimizers that still exist. Prints how many of them. Silent for what a training got
-    over: a scale that falls at first, batches with a NaN whose steps were skipped, and an optimizer
-    whose last step was before the first of another. Waits for no device after the measured steps.
+    Sees what each backward begins with and the steps of each optimizer, in the whole run;
+    afterwards the weights of optimizers that still exist. Prints how many of them. Silent for what
+    a training got over: a scale that falls at first, batches with a NaN whose steps were skipped,
+    and an optimizer whose last step was before the first of another. Waits for no device after the
+    measured steps.
     """
 
     lasts = True
@@ -34,10 +35,11 @@ class Ends(CheckRule):
     def losses(self, roots: list[torch.Tensor]) -> None:
         """Count a loss, and the steps since the last one."""
         self._count_steps()
-        for one in (root.detach() for root in roots if root.numel() == 1 and has_values(root)):
+        for one in (root.detach() for root in roots if root.numel() and has_values(root)):
             if one.is_cuda and torch.cuda.is_current_stream_capturing():
                 continue
-            bad = ~torch.isfinite(one).reshape(())
+            # Infinities in a vector may be a mask's.
+            bad = ~torch.isfinite(one).reshape(()) if one.numel() == 1 else torch.isnan(one).any()
             self._losses += 1
             self._bad[one.device] = self._bad.get(one.device, 0) + bad
             self._recent.append(bad)

@@ -44,6 +44,11 @@ RULES = (
 _Scaler, _Optimizer = torch.amp.GradScaler, torch.optim.Optimizer
 
 
+def _line(name: str, error: Exception) -> str:
+    """An error of a check; torch lists all of its backends in some, in over 100 lines."""
+    return f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
 class Stop(SystemExit):
     """Ends a program after its measured steps."""
 
@@ -87,7 +92,7 @@ class CheckRun:
                 if (facts.measuring or rule.lasts) and hasattr(rule, event):
                     getattr(rule, event)(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  # the program goes on
-                self.failed.append(f"{type(rule).__name__}: {type(error).__name__}: {error}")
+                self.failed.append(_line(type(rule).__name__, error))
                 self._rules.remove(rule)
         facts.busy -= 1
 
@@ -188,7 +193,7 @@ class CheckRun:
         return guarded
 
     def _break_off(self, name: str, error: Exception) -> None:
-        self.failed.append(f"{name}: {type(error).__name__}: {error}")
+        self.failed.append(_line(name, error))
         self.facts.busy = _FOR_GOOD
 
     def _patch_own(self, kind: type) -> None:

@@ -38,6 +38,7 @@ class NotFinite(CheckRule):
 
     def step_begins(self, optimizer: Any, params: list[torch.Tensor]) -> None:
         """Look at the gradients."""
+        params = [one for one in params if _has_numbers(one.grad)]
         facts, low = self.facts, [one for one in params if is_low(one)]
         self._finite = [one for one in low if _finite(one) and _finite(one.grad)]
         checked = facts.inside is optimizer or hasattr(optimizer, "_amp_stash")
@@ -66,6 +67,11 @@ class NotFinite(CheckRule):
         self.facts.tell("update-not-finite", text, size=bad, sentence=sentence)
 
 
+def _has_numbers(grad: torch.Tensor | None) -> bool:
+    """Whether it is there and not sparse or of a meta tensor."""
+    return grad is not None and grad.layout == torch.strided and not grad.is_meta
+
+
 def _finite(tensor: Any) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
 
@@ -87,10 +93,11 @@ class Lost(CheckRule):
     """Updates of 16-bit weights and of averages of squared gradients that round away.
 
     Sees weights and state before and after each step. Prints the share of elements with a gradient
-    that did not move. Silent where that is below 20 % of all, at a learning rate of 0, and for
-    optimizers that keep what is lost: in other bits, in a compensation, in masters, or on average,
-    by random numbers. A state is an average of squared gradients if no element is negative and it
-    moves towards the square of the gradient; the larger one of two is a maximum, which may stand.
+    that did not move. Silent where that is below 20 % of all, at a learning rate of 0, for sparse
+    gradients, and for optimizers that keep what is lost: in other bits, in a compensation, in
+    masters, or on average, by random numbers. A state is an average of squared gradients if no
+    element is negative and it moves towards the square of the gradient; the larger one of two is a
+    maximum, which may stand.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -103,7 +110,7 @@ class Lost(CheckRule):
         """Copy what has 16 bits, and the state beside it."""
         self._before, self._random = [], _random_states()
         moving = [g["params"] for g in optimizer.param_groups if float(g.get("lr", 1.0))]
-        for param in [one for group in moving for one in group if one.grad is not None]:
+        for param in [one for group in moving for one in group if _has_numbers(one.grad)]:
             state, low = _state(optimizer, param), is_low(param)
             old = {name: one.clone() for name, one in state.items() if low or is_low(one)}
             if (low or old or not state) and _finite(param.grad):
