@@ -401,8 +401,9 @@ class CheckRun:
 
     def _end_attempt(self, optimizer: Any, *, skipped: bool) -> None:
         self._send("attempt_ends", optimizer, skipped=skipped)
-        for mark in self.facts.marks_of(self.facts.params(optimizer)):
-            mark.stepped = True
+        if self.facts.measuring:
+            for mark in self.facts.marks_of(self.facts.params(optimizer)):
+                mark.stepped = True
         count = self.facts.count(optimizer)
         is_managed = hasattr(optimizer, "_amp_stash")
         count.tried = max(count.tried, count.begun + 1) if is_managed else count.tried + 1
