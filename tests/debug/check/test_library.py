@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from apex import amp, debug
+from apex.debug.check import facts
 
 
 def made():
@@ -128,3 +129,17 @@ def test_steps_of_amp_before_the_block_are_not_counted(request):
 def test_what_is_refused(words, options, error, message):
     with pytest.raises(error, match=message), debug.check(*words, **options):
         pass
+
+
+def test_later_steps_of_an_optimizer_for_each_parameter_do_not_look_at_all(monkeypatch):
+    calls, count = [], facts.Facts.count
+    monkeypatch.setattr(facts.Facts, "count", lambda *args: calls.append(1) or count(*args))
+    net = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(40)])
+    with debug.check(steps=2):
+        optimizers = [torch.optim.SGD([param], lr=0.1) for param in net.parameters()]
+        for _ in range(4):
+            calls.clear()
+            net(torch.ones(2, 4)).sum().backward()
+            for one in optimizers:
+                one.step()
+        assert len(calls) < 10 * len(optimizers)  # 40 at each step would be 1,600

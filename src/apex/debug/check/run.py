@@ -408,12 +408,15 @@ class CheckRun:
         is_managed = hasattr(optimizer, "_amp_stash")
         count.tried = max(count.tried, count.begun + 1) if is_managed else count.tried + 1
         self.facts.asked = self.facts.low = False
-        self._look_at_the_limit()
+        self._look_at_the_limit(optimizer)
 
-    def _look_at_the_limit(self) -> None:
-        """Stop measuring, or the program, after its last step."""
+    def _look_at_the_limit(self, stepped: Any = None) -> None:
+        """Stop measuring, or the program, after its last step.
+
+        Programs may have an optimizer for each parameter: later only the one that ``stepped``.
+        """
         facts = self.facts
-        for one in list(facts.optimizers):
+        for one in list(facts.optimizers) if facts.measuring or stepped is None else [stepped]:
             facts.count(one)
         if facts.measuring and facts.steps >= facts.limit:
             facts.measuring = False
