@@ -462,7 +462,7 @@ def test_a_diverged_level_has_no_speed():
     assert sentences(found)[0] == "O3: its speed is not compared with O0's."
     assert "diverged (3 of 3)" in sentence(found)
     assert answers(of, [found]) == [
-        "Stay with float32 here: no level is faster. O3 did not train to the end with every seed."
+        "Stay with float32: no level is faster. O3 did not train to the end with every seed."
     ]
 
 
@@ -500,7 +500,7 @@ HALF = {"peak_bytes": run(cell("O0")).peak_bytes // 2}
 STOPPED = {"status": "stopped", "error": "stopped after 8 of 60 steps"}
 
 
-NONE_LOST = "Accuracy 98.2 beside 98.2 %: lower by 0.48 points at most (95 %, 3 seeds)."
+NONE_LOST = "Accuracy is 98.2 % (O0: 98.2 %), lower by 0.48 points at most (95 %, 3 seeds)."
 WORSE = (91.0, 91.2, 91.4)
 
 
@@ -509,52 +509,56 @@ WORSE = (91.0, 91.2, 91.4)
     [
         (
             {"O4": (FAST, RIGHT, HALF)},
-            "Take bfloat16 (O4): it trains 1.95 times as fast here in 0.50 of the memory. Accuracy "
-            "98.2 beside 98.2 %: lower by 0.45 points at most (95 %, 3 seeds).",
+            "Use bfloat16 (O4): it trains 1.95 times as fast on this machine and needs 0.50 of the "
+            "memory. Accuracy is 98.2 % (O0: 98.2 %), lower by 0.45 points at most (95 %, 3 "
+            "seeds).",
         ),
         (
             {"O4": (FAST, (97.0, 97.2, 97.4), HALF)},
-            "Stay with float32 here: no faster level trains as well. O4 lost accuracy.",
+            "Stay with float32: no faster level trains as well. O4 lost accuracy.",
         ),
         (  # the faster one loses accuracy
             {"O4": (FAST, RIGHT, HALF), "O5": ((0.1,) * 3, WORSE, HALF)},
-            f"Take bfloat16 (O4): it trains 1.95 times as fast here in 0.50 of the memory. "
-            f"{NONE_LOST}",
+            "Use bfloat16 (O4): it trains 1.95 times as fast on this machine and needs 0.50 of the "
+            f"memory. {NONE_LOST}",
         ),
         (  # of two that are right the faster one
             {"O4": (FAST, RIGHT, HALF), "O5": ((0.25, 0.26, 0.25), RIGHT, SAME)},
-            f"Take bfloat16 (O5): it trains 3.93 times as fast here. {NONE_LOST}",
+            f"Use bfloat16 (O5): it trains 3.93 times as fast on this machine. {NONE_LOST}",
         ),
         (
             {"O4": (FAST, (98.4, 98.0, 98.2), SAME)},
-            "bfloat16 (O4) trains 1.95 times as fast here. Accuracy 98.2 beside 98.2 %: between "
-            "0.86 points lower and 0.86 points higher (95 %, 3 seeds); about 6 seeds would "
-            "decide (`--seeds 6`).",
+            "bfloat16 (O4) trains 1.95 times as fast on this machine. Accuracy is 98.2 % (O0: "
+            "98.2 %), between 0.86 points lower and 0.86 points higher (95 %, 3 seeds); about 6 "
+            "seeds would decide (`--seeds 6`).",
         ),
         (
             {"O4": (FAST, RIGHT, {**SAME, "planned_steps": 80})},
-            "bfloat16 (O4) trains 1.95 times as fast here. The time budget cut the trainings to 75 "
-            "% of their steps, too few to judge quality: run again with a larger `--budget`.",
+            "bfloat16 (O4) trains 1.95 times as fast on this machine. The time budget cut the "
+            "trainings to 75 % of their steps, too few to judge quality: run again with a larger "
+            "`--budget`.",
         ),
         (  # a cut of less than a tenth is none
             {"O4": (FAST, RIGHT, {**SAME, "planned_steps": 66})},
-            "Take bfloat16 (O4): it trains 1.95 times as fast here. Accuracy 98.2 beside 98.2 %: "
-            "lower by 0.45 points at most (95 %, 3 seeds).",
+            "Use bfloat16 (O4): it trains 1.95 times as fast on this machine. Accuracy is 98.2 % "
+            "(O0: 98.2 %), lower by 0.45 points at most (95 %, 3 seeds).",
         ),
         (
             {"O4": ((1.0, 1.12, 0.89), RIGHT, HALF)},
-            "Take bfloat16 (O4): it trains about as fast here in 0.50 of the memory. Accuracy 98.2 "
-            "beside 98.2 %: lower by 0.45 points at most (95 %, 3 seeds).",
+            "Use bfloat16 (O4): it trains about as fast on this machine and needs 0.50 of the "
+            "memory. Accuracy is 98.2 % (O0: 98.2 %), lower by 0.45 points at most (95 %, 3 "
+            "seeds).",
         ),
         (
             {"O4": ((0.98, 1.09, 0.87), RIGHT, {"peak_bytes": 3 * HALF["peak_bytes"]})},
-            "Stay with float32 here: no level is faster, because even the fastest, O4, trains 1.02 "
+            "Stay with float32: no level is faster, because even the fastest, O4, trains 1.02 "
             "times as fast.",
         ),
         (
             {"O4": (FAST, RIGHT, {"peak_bytes": 3 * HALF["peak_bytes"]})},
-            "Take bfloat16 (O4): it trains 1.95 times as fast here with 1.50 times the memory. "
-            "Accuracy 98.2 beside 98.2 %: lower by 0.45 points at most (95 %, 3 seeds).",
+            "Use bfloat16 (O4): it trains 1.95 times as fast on this machine and needs 1.50 times "
+            "the memory. Accuracy is 98.2 % (O0: 98.2 %), lower by 0.45 points at most (95 %, 3 "
+            "seeds).",
         ),
         (
             {
@@ -562,7 +566,7 @@ WORSE = (91.0, 91.2, 91.4)
                 "O4": ((2.0, 2.2, 1.75), RIGHT, HALF),
                 "O5": ((2.1, 2.3, 1.85), RIGHT, HALF),
             },
-            "Stay with float32 here: no faster level trains as well. O3 lost accuracy.",
+            "Stay with float32: no faster level trains as well. O3 lost accuracy.",
         ),
         (  # what is not known is not said to be none
             {"O1": ((3.0,) * 3, RIGHT, HALF), "O4": ((0.1, 1.0, 1.0), RIGHT, HALF)},
@@ -578,17 +582,17 @@ WORSE = (91.0, 91.2, 91.4)
         ),
         (
             {"O4": (FAST, RIGHT, {"test_loss": (9.0,)})},
-            "Stay with float32 here: no faster level trains as well. O4 had a higher test loss.",
+            "Stay with float32: no faster level trains as well. O4 had a higher test loss.",
         ),
         (
             {"O4": (FAST, (98.0, math.nan, 98.4), {**HALF, "test_loss": ()})},
-            "bfloat16 (O4) trains 1.95 times as fast here in 0.50 of the memory. Its quality could "
-            "not be compared.",
+            "bfloat16 (O4) trains 1.95 times as fast on this machine and needs 0.50 of the memory. "
+            "Its quality could not be compared.",
         ),
         (
             {"O1": ((29.0,) * 3, RIGHT, STOPPED)},
-            "Stay with float32 here: no level is faster, because this CPU has no float16 "
-            "arithmetic, and even the fastest, O1, trains 0.03 times as fast.",
+            "Stay with float32: no level is faster, because this CPU has no float16 arithmetic, "
+            "and even the fastest, O1, trains 0.03 times as fast.",
         ),
     ],
 )
@@ -611,14 +615,14 @@ NO_HALF = {**made.CPU["device"], "half_types": [
     [
         (  # of two seeds too: that many tell that a level takes three times as long
             [*level("O0", (1.0, 1.1)), *level("O1", (3.0, 3.2)), *level("O4", (1.5, 1.6))],
-            "Stay with float32 here: no level is faster, because this CPU has no float16 and no "
+            "Stay with float32: no level is faster, because this CPU has no float16 and no "
             "bfloat16 arithmetic, and even the fastest, O4, trains 0.68 times as fast.",
         ),
         (  # one was faster, but is no advice
             [*level("O0", accuracy=RIGHT), *level("O1", SLOW, RIGHT, DIFFERENT),
              *level("O4", FAST, WORSE, {"losses": (3.0,) * 60})],
-            "Stay with float32 here: no faster level trains as well. O4 lost accuracy. This CPU "
-            "has no float16 arithmetic.",
+            "Stay with float32: no faster level trains as well. O4 lost accuracy. This CPU has "
+            "no float16 arithmetic.",
         ),
     ],
 )  # fmt: skip
@@ -636,7 +640,8 @@ def _alike(*times):
     runs = [r for name, ms in zip(names, times, strict=False)
             for r in level(name, ms, RIGHT, {**HALF, **DIFFERENT})]  # fmt: skip
     (said,) = answered(*level("O0", accuracy=RIGHT), *runs)
-    return said.partition(" of the memory")[::2]
+    before, _, rest = said.partition(" on this machine")
+    return before, rest.partition(" and needs 0.50 of the memory.")[0]
 
 
 @pytest.mark.parametrize(
@@ -644,22 +649,21 @@ def _alike(*times):
     [
         (  # the intervals overlap: they tie
             ((0.5, 0.55, 0.44), (0.8, 0.88, 0.72), (0.49, 0.54, 0.45)),
-            "Take bfloat16 (O4 or torch's own autocast): it trains 2.02 to 2.03 times as fast here "
-            "in 0.50", " (O5: 1.25)",
+            "Use bfloat16 (O4 or torch's own autocast): it trains 2.02 to 2.03 times as fast",
+            " (O5: 1.25)",
         ),
         (
             ((0.5, 0.55, 0.45), (0.5, 0.55, 0.45), (0.5, 0.55, 0.45)),
-            "Take bfloat16 (O4, O5 or torch's own autocast): it trains 2.00 times as fast here in "
-            "0.50", "",
+            "Use bfloat16 (O4, O5 or torch's own autocast): it trains 2.00 times as fast", "",
         ),
         (
             ((0.5, 0.55, 0.45), (0.8, 0.88, 0.72), (0.4, 0.44, 0.36)),
-            "Take bfloat16 (torch's own autocast): it trains 2.50 times as fast here in 0.50",
+            "Use bfloat16 (torch's own autocast): it trains 2.50 times as fast",
             " (O4: 2.00; O5: 1.25)",
         ),
         (
             ((0.4, 0.44, 0.36), (0.8, 0.88, 0.72), (0.5, 0.55, 0.45)),
-            "Take bfloat16 (O4): it trains 2.50 times as fast here in 0.50",
+            "Use bfloat16 (O4): it trains 2.50 times as fast",
             " (O5: 1.25; torch's own autocast: 2.00)",
         ),
     ],
@@ -667,7 +671,7 @@ def _alike(*times):
 def test_of_levels_that_compute_the_same_the_fastest_is_named_and_all_that_tie(times, said, beside):
     found, rest = _alike(*times)
     assert found == said
-    assert rest.partition(".  " if not rest else ". Accuracy")[0] == beside
+    assert rest == beside
 
 
 def test_levels_that_compute_something_else_do_not_tie():
@@ -676,7 +680,7 @@ def test_levels_that_compute_something_else_do_not_tie():
         *level("O4", (0.5, 0.55, 0.44), RIGHT, DIFFERENT),
         *level("O5", (0.49, 0.54, 0.45), RIGHT, {"losses": (3.0,) * 60}),
     )
-    assert said.startswith("Take bfloat16 (O5): it trains 2.03 times as ")
+    assert said.startswith("Use bfloat16 (O5): it trains 2.03 times as ")
 
 
 def test_the_names_of_levels_that_tie_are_in_the_answer_where_memory_differs():
@@ -686,7 +690,8 @@ def test_the_names_of_levels_that_tie_are_in_the_answer_where_memory_differs():
         *level("O4", (0.5, 0.55, 0.45), RIGHT, {**HALF, **DIFFERENT}),
         *level("O5", (0.5, 0.55, 0.45), RIGHT, {**more, **DIFFERENT}),
     )
-    assert "(O4 or O5): it trains 2.00 times as fast here in 0.50 to 0.55 of the memory." in said
+    trains = "(O4 or O5): it trains 2.00 times as fast on this machine and needs 0.50 to 0.55 of "
+    assert f"{trains}the memory." in said
 
 
 def test_levels_that_compute_the_same_are_one_comparison():
@@ -709,7 +714,7 @@ def test_on_a_busy_machine_there_is_no_advice(waited):
     (said,) = answers(of, verdicts(of))
     busy = "other programs had the processor for 40% of the time of the trainings"
     if waited < 0.1:
-        assert said.startswith("Take ")
+        assert said.startswith("Use ")
         assert marks(of) == []
     else:
         again = "Close them and run the same command again"
@@ -732,9 +737,9 @@ def test_a_quick_run_names_what_would_decide(task, option):
         *level("O4", FAST, unsure, {**SAME, **DIFFERENT}, **quick),
     )
     assert said == (
-        "bfloat16 (O4) trains 1.95 times as fast here. Accuracy 98.2 beside 98.2 %: between 0.86 "
-        "points lower and 0.86 points higher (95 %, 3 seeds); to decide, run `apex "
-        f"bench{option} --seeds 10`, which trains on all of the data."
+        "bfloat16 (O4) trains 1.95 times as fast on this machine. Accuracy is 98.2 % (O0: 98.2 "
+        "%), between 0.86 points lower and 0.86 points higher (95 %, 3 seeds). To decide, run "
+        f"`apex bench{option} --seeds 10`, which trains on all of the data."
     )
 
 
@@ -790,8 +795,8 @@ def test_torchs_autocast_and_tf32_stand_beside_the_level_that_is_advised():
         *level("O4", (0.5, 0.55, 0.45), RIGHT, DIFFERENT, tf32=False),
         *level("native-bf16", (0.52, 0.572, 0.468), RIGHT, DIFFERENT, tf32=False),
     )
-    assert "(O4 TF32 off): it trains 2.00 times as fast here in 0.85 of the memory (TF32 alone: " \
-        "1.67; torch's own autocast: 1.92). " in said  # fmt: skip
+    trains = "(O4 TF32 off): it trains 2.00 times as fast on this machine (TF32 alone: 1.67; "
+    assert f"{trains}torch's own autocast: 1.92) and needs 0.85 of the memory. " in said
 
 
 def test_tf32_alone_may_be_the_answer():
@@ -799,7 +804,8 @@ def test_tf32_alone_may_be_the_answer():
         *level("O0", accuracy=RIGHT, tf32=False),
         *level("O0", (0.6, 0.66, 0.54), RIGHT, DIFFERENT, tf32=True),
     )
-    assert said.startswith("Take TF32 (O0 TF32 on): it trains 1.67 times as fast here. Accuracy ")
+    trains = "Use TF32 (O0 TF32 on): it trains 1.67 times as fast on this machine. "
+    assert said.startswith(f"{trains}Accuracy ")
 
 
 def test_a_level_that_learnt_nothing_is_not_taken():
@@ -808,7 +814,7 @@ def test_a_level_that_learnt_nothing_is_not_taken():
         *level("O0", accuracy=(99.3, 99.2, 99.4), others=guess),
         *level("O4", FAST, (98.0, 99.6, 98.4), {**DIFFERENT, **guess}),
     )
-    assert said.startswith("bfloat16 (O4) trains 1.95 times as fast here")
+    assert said.startswith("bfloat16 (O4) trains 1.95 times as fast on this machine")
     assert said.endswith("But O4's accuracy is at chance level: guessing gets 97.9 % right.")
 
 
@@ -822,8 +828,8 @@ def test_an_accuracy_at_chance_level_is_said_and_is_no_proof():
     (found,) = verdicts(of)
     assert "Accuracy is at chance level: guessing gets 10.0 % right." in sentences(found)
     assert answers(of, [found]) == [
-        "bfloat16 (O4) trains 1.95 times as fast here in 0.85 of the memory. But O0's accuracy is "
-        "at chance level: guessing gets 10.0 % right."
+        "bfloat16 (O4) trains 1.95 times as fast on this machine and needs 0.85 of the memory. But "
+        "O0's accuracy is at chance level: guessing gets 10.0 % right."
     ]
     (said,) = [note for note in notes(of, [found]) if "chance" in note]
     assert said == (

@@ -2,8 +2,8 @@
 
 Asked in this order: was anything compared; did other programs disturb it; is there a level that is
 faster, or as fast with less memory, and has not lost accuracy; could a level be one that these
-seeds or steps cannot tell; else float32. "Take" is said only of a level whose quality was proved
-with whole trainings. Levels whose losses are the same numbers differ in speed alone: the fastest is
+seeds or steps cannot tell; else float32. It says "Use" only if whole trainings proved the
+quality of the level. Levels whose losses are the same numbers differ in speed alone: the fastest is
 named, or all that are as fast, torch's own autocast among them.
 """
 
@@ -126,10 +126,11 @@ def _advice(best: Sequence[Verdict], among: Sequence[Verdict]) -> str:
         speed = f"{_range([speed.value for speed in speeds])} times as fast"
     memory = _range([v.memory for v in best if v.memory])
     used = "" if not of.memory or abs(of.memory - 1) < SAME_MEMORY else (
-        f" in {memory} of the memory" if of.memory < 1 else f" with {memory} times the memory"
+        f" and needs {memory} of the memory" if of.memory < 1 else
+        f" and needs {memory} times the memory"
     )  # fmt: skip
-    said = f"trains {speed} here{used}{_beside(best, among)}. {_quality(of)}"
-    return f"Take {_names(best)}: it {said}" if _proved(of) else f"{_names(best)} {said}"
+    said = f"trains {speed} on this machine{_beside(best, among)}{used}. {_quality(of)}"
+    return f"Use {_names(best)}: it {said}" if _proved(of) else f"{_names(best)} {said}"
 
 
 def _names(of: Sequence[Verdict]) -> str:
@@ -175,8 +176,10 @@ def _quality(of: Verdict) -> str:
     name, _, difference = quality(of)[0].partition(":")
     losses = [row.test_losses or row.final_losses for row in (of.row, of.other)]
     values = [of.row.accuracies, of.other.accuracies] if of.accuracy else losses
-    both = " beside ".join(f"{mean(each):.{3 if of.accuracy else 2}g}" for each in values)
-    return f"{name.capitalize()} {both}{' %' if of.accuracy else ''}:{difference}."
+    mine, theirs = (f"{mean(each):.{3 if of.accuracy else 2}g}" for each in values)
+    unit = " %" if of.accuracy else ""
+    both = f"{mine}{unit} ({of.other.label}: {theirs}{unit})"
+    return f"{name.capitalize()} is {both},{difference}."
 
 
 # --- why there is no answer ----------------------------------------------------------------------
@@ -239,7 +242,7 @@ def _stay(of: Sequence[Verdict], right: Sequence[Verdict]) -> str:
         head = "no faster level trains as well"
     if why and (faster or not known):
         said.append(f"{why[0].upper()}{why[1:]}")
-    return f"Stay with float32 here: {'. '.join([head, *said])}."
+    return f"Stay with float32: {'. '.join([head, *said])}."
 
 
 def _fault(of: Verdict) -> str:

@@ -214,7 +214,7 @@ def _more(of: Verdict, found: Judged) -> str:
     if of.row.report.quick:
         task = "" if of.row.task == TASK else f" --task {of.row.task}"
         return (
-            f"; to decide, run `apex bench{task} --seeds {SEEDS}`, which trains on all of the data"
+            f". To decide, run `apex bench{task} --seeds {SEEDS}`, which trains on all of the data"
         )
     if found.needed is None:
         return ""
