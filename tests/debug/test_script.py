@@ -109,7 +109,13 @@ except ImportError:
     del sys.modules["apex.optimizers.fused_sgd"]
 """
 BESIDE = "import threading; threading.Thread(target=__import__, args=('apex.RNN',)).start()"
-FIRST = ["from apex import amp", "import apex.debug", "import amp_C", FAILS, BESIDE]
+BEFORE = """
+import threading
+imports = threading.Thread(target=__import__, args=("torch",))
+imports.start()
+imports.join()
+"""
+FIRST = ["from apex import amp", "import apex.debug", "import amp_C", FAILS, BESIDE, BEFORE]
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ class Lines(TorchFunctionMode):
         self.tape = Tape()
         self._is_on = self._is_stopped = False
         self._left, self._depth = _MOST, 0  # the second: watched forwards that run
-        self._thread = threading.get_ident()
+        self._thread: int | None = None  # where it was on first: torch may be imported in another
         self._network: torch.nn.Module | None = None  # not watched, and running now
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=partial(_stop, weakref.ref(self)))
@@ -66,7 +66,7 @@ class Lines(TorchFunctionMode):
             return
         if private.len_torch_function_stack():
             return  # a mode of the program, which it ends when it is on top
-        self._is_on = True
+        self._is_on, self._thread = True, threading.get_ident()
         private.push_mode(self)
         private.global_forward_pre_hooks[id(self)] = self._enter
         private.global_forward_hooks[id(self)] = self._leave
@@ -90,7 +90,7 @@ class Lines(TorchFunctionMode):
 
     def _elsewhere(self) -> bool:
         """Whether another thread asks: function modes and the tape belong to one."""
-        return threading.get_ident() != self._thread
+        return self._thread not in (None, threading.get_ident())
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
         """A network that is not watched: its outputs are taken as they are."""
