@@ -289,7 +289,7 @@ UNNAMED = {  # what a step does -> whether its line is named
     "248 MB": (LOOP.replace("LOSS", f"torch.empty(62_000_000); {LOG}"), True),
     "260 MB": (LOOP.replace("LOSS", f"torch.empty(65_000_000); {LOG}"), False),
     "torch.compile": (LOOP.replace("LOSS", f"torch.compile(F.relu); {LOG}"), False),
-    "a thread": (IN_A_THREAD, False),
+    "a thread": (IN_A_THREAD, True),
 }
 
 
