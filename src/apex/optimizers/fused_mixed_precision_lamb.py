@@ -82,7 +82,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, Any]]:
-        """The groups, with masters in the place of parameters that already have one."""
+        """The groups, with the master instead of each parameter that already has one."""
         self._follow_written()
         return [
             {**group, "params": [self._so_far(param) for param in group["params"]]}

@@ -91,8 +91,8 @@ class DistributedDataParallel(torch.nn.Module):
         allreduce_communicators: ``(groups, streams)``. Only the first group is used.
         gradient_average: Divide by the number of ranks. With ``False`` gradients are sums divided
             by ``gradient_predivide_factor``.
-        gradient_predivide_factor: Divide by this factor before the reduction, and for an average
-            multiply by it afterwards. It prevents overflow of float16 sums.
+        gradient_predivide_factor: Divide by this factor before the reduction. For an average,
+            multiply by the factor afterwards. This prevents overflow of float16 sums.
         gradient_average_split_factor: Older name of ``gradient_predivide_factor``.
         prof: Has no effect: ``torch.profiler`` records collectives.
         process_group: The ranks to reduce over; ``None`` means the default group.

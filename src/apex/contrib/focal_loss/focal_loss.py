@@ -21,7 +21,7 @@ def focal_loss(
         cls_output: Logits ``(..., columns)``, in any floating dtype.
         cls_targets_at_level: Integers ``(...)``: the class of each anchor, -1 for background, -2
             for anchors that do not count.
-        num_positive_sum: Tensor of one element on the same device. The sum is divided by it.
+        num_positive_sum: Divisor of the sum, a tensor of one element on the same device.
         num_real_classes: Number of classes. Further columns are padding and do not count.
         alpha: Weight of an anchor's class. Every other class has the weight ``1 - alpha``.
         gamma: Exponent, at least 0, that reduces the weight of easy examples.

@@ -158,7 +158,7 @@ class DistributedFusedLAMB(SavedShards):
         self._prepare_buckets()
 
     def set_global_scale(self, global_scale: float | torch.Tensor) -> None:
-        """Set the loss scale. ``step`` divides gradients by it.
+        """Set the loss scale, by which ``step`` divides the gradients.
 
         A ``grad_scaler`` that you pass to ``step`` then only learns whether gradients are finite.
         """
